@@ -1,0 +1,312 @@
+"""From the command line to a checked config, and errors a person can use. No torch until a run starts.
+
+Hydra composes the config; `Preflight` checks it, for a sweep every job, before any group or folder exists.
+"""
+
+import itertools
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.default_element import GroupDefault
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, Node, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from ddp_experiments import config as schema
+from ddp_experiments import environment, identity, launch
+from ddp_experiments.errors import Exit, NoUsableCheckpoint, Refused
+
+SECRET = re.compile(r"(^|_)(password|passwd|secret|credentials?|(auth|access|api|hf|bearer)_(token|key)|api_?key)$|^token$")
+SAVED = "saved_run"  # the name under which --from-run gives a saved config to Hydra
+FROM_RUN = {"--from-run": "from_run", "--continue": "resume.run"}  # option: the setting that keeps its folder
+
+
+# ---- what is wrong with a composed config
+
+
+def near(word: str, names: Iterable[str]) -> str:
+    """A 'did you mean' for a mistyped name, or nothing."""
+    names = list(names)
+    last = word.rpartition(".")[2]
+    hit = get_close_matches(word, names, 1) or [n for n in names if n.rpartition(".")[2] == last]
+    return f" Did you mean {hit[0]}?" if hit else ""
+
+
+def leaves(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, DictConfig, str]]:
+    """Yield (dotted key, parent node, last key) of all entries, without resolving anything."""
+    for key in list(node):
+        name, child = str(key), node._get_node(key)
+        yield f"{prefix}{name}", node, name
+        if isinstance(child, DictConfig) and not (child._is_missing() or child._is_none() or child._is_interpolation()):
+            yield from leaves(child, f"{prefix}{name}.")
+
+
+def faults(cfg: DictConfig) -> list[str]:
+    """Everything wrong with a composed config, a line each. Imports torch only when the rest is right."""
+    known = [key for key, _ in schema.walk()]
+    said = []
+    for path, parent, key in leaves(cfg):
+        declared = getattr(OmegaConf.get_type(parent), "__dataclass_fields__", None)
+        if declared is not None and key not in declared:
+            said.append(f"{path}: no such setting.{near(path, known)} Allowed: {', '.join(declared)}")
+            continue
+        try:
+            if OmegaConf.is_missing(parent, key):
+                said.append(f"{path} has no value; give {path}=...")
+            elif SECRET.search(key) and isinstance(parent[key], str) and not OmegaConf.is_interpolation(parent, key):
+                said.append(f"{path}: a secret must not be written down; use '{path}=${{oc.env:NAME}}'")
+            else:
+                parent[key]  # resolves it
+        except OmegaConfBaseException as error:
+            said.append(f"{path}: {str(error).splitlines()[0]}")
+    if said:
+        return said
+    config = typed(cfg)
+    said += schema.conflicts(config)
+    said += launch.faults(config, environment.read())
+    return said or launch.target_faults(config)
+
+
+def typed(cfg: DictConfig) -> schema.Config:
+    """The typed config; DictConfig ends here."""
+    config = OmegaConf.to_object(cfg)
+    assert isinstance(config, schema.Config)
+    return config
+
+
+def saved_form(cfg: DictConfig) -> dict[str, Any]:
+    """The config as plain values, as it is written down: resolved, but environment values stay `${oc.env:...}`."""
+    plain: dict[str, Any] = {}
+    for key in cfg:
+        child, name = cfg._get_node(key), str(key)
+        raw = child._value() if isinstance(child, Node) else None
+        if isinstance(raw, str) and "oc.env" in raw:
+            plain[name] = raw
+        elif isinstance(child, DictConfig) and isinstance(raw, dict):
+            plain[name] = saved_form(child)
+        else:
+            node = OmegaConf.create({"value": cfg[key]})
+            resolved = OmegaConf.to_container(node, resolve=True, enum_to_str=True)
+            assert isinstance(resolved, dict)
+            plain[name] = resolved["value"]
+    return plain
+
+
+def job_folder() -> Path | None:
+    """The folder that Hydra has made for this job of a sweep; None outside of sweeps."""
+    job = HydraConfig.get()
+    return Path(job.runtime.output_dir) if job.mode is RunMode.MULTIRUN else None
+
+
+def slips(overrides: Sequence[str]) -> Iterator[str]:
+    """Mistakes that Hydra lets pass: a key given twice, something removed."""
+    keys = [o.lstrip("+").split("=")[0] for o in overrides if not o.startswith("~")]
+    yield from (f"{k} is given twice; leave one" for k in dict.fromkeys(keys) if keys.count(k) > 1)
+    for o in overrides:
+        if o.startswith("~"):
+            yield f"{o}: nothing may be removed; choose another option, or set {o[1:].split('=')[0]}=null if it allows that"
+
+
+def orphans(overrides: Sequence[str]) -> Iterator[str]:
+    """A preset's value for a group that the command line replaces: it would tune another class."""
+    given = dict(o.lstrip("+").split("=", 1) for o in overrides if "=" in o)
+    repository = GlobalHydra.instance().config_loader().repository  # type: ignore[attr-defined]
+    for preset in ("experiment", "debug"):
+        found = repository.load_config(f"{preset}/{given[preset]}") if given.get(preset) else None
+        if found is None:
+            continue
+        own = {d.group.lstrip("/"): d.value for d in found.defaults_list if isinstance(d, GroupDefault) and d.group}
+        for group in schema.OPEN_GROUPS:
+            left = [k for k in found.config.get(group) or {} if f"{group}.{k}" not in given]
+            if left and given.get(group, own.get(group)) != own.get(group):
+                yield (
+                    f"{preset}={given[preset]} sets {group}.{left[0]}={found.config[group][left[0]]} for "
+                    f"{group}={own.get(group)}, but the command line says {group}={given[group]}; "
+                    f"give {group}.{left[0]}=... too"
+                )
+
+
+def explain(error: Exception) -> str:
+    """One line for an error of Hydra or OmegaConf, with what is allowed and the nearest known name."""
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        options = ", ".join(error.options)
+        return f"{group}={name}: no such option.{near(name, error.options)} Allowed: {options}"
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
+        names = [str(k) for k in cause.parent_node if k != "hydra"]
+        key, allowed = str(cause.full_key), ", ".join(names)
+        return f"{key}: no such setting.{near(str(cause.key), names)} Allowed: {allowed}"
+    noise = ("full_key", "object_type", "reference_type", "Set the environment variable HYDRA_FULL_ERROR")
+    lines = [line.strip() for line in f"{error}\n{cause or ''}".splitlines() if line.strip()]
+    text = " ".join(line for line in dict.fromkeys(lines) if not line.startswith(noise))
+    if "No match in the defaults list" in text and SAVED in " ".join(sys.argv):
+        return f"{text.split('.')[0]}: --from-run and --continue take single settings, not other groups"
+    return text
+
+
+# ---- the check, inside Hydra
+
+
+class Preflight(Callback):
+    """Checks a run, or every job of a sweep, before Hydra makes a folder.
+
+    It must leave by SystemExit: Hydra turns other exceptions of a callback into a warning and starts the run.
+    """
+
+    passed = False
+    sweep_folder: Path | None = None
+    swept: tuple[str, ...] = ()
+    jobs = 1
+
+    def on_run_start(self, config: DictConfig, config_name: str, **_: Any) -> None:
+        self._check([_task_overrides(config)], config, config_name)
+
+    def on_multirun_start(self, config: DictConfig, config_name: str, **_: Any) -> None:
+        given = OverridesParser.create().parse_overrides(_task_overrides(config))
+        swept = [o for o in given if o.is_sweep_override()]
+        if "basic_sweeper" in str(config.hydra.sweeper._target_):
+            jobs = list(_jobs(given))
+        else:  # a sweeper that draws values as it goes: what stays the same is checked now
+            jobs = [[str(o.input_line) for o in given if not o.is_sweep_override()]]
+        self._check(jobs, config, config_name)
+        Preflight.swept = tuple(str(o.get_key_element()).lstrip("+") for o in swept)
+        Preflight.jobs = len(jobs)
+        try:
+            Preflight.sweep_folder = identity.new_folder(Path("outputs") / str(config.name))
+        except Refused as refusal:
+            refuse(refusal.faults)
+
+    def _check(self, jobs: Sequence[Sequence[str]], config: DictConfig, config_name: str) -> None:
+        said = list(slips(_task_overrides(config)))
+        for job in [] if said else jobs:
+            found = list(orphans(job))
+            try:
+                found += faults(hydra.compose(config_name, overrides=list(job)))
+            except Refused as refusal:
+                found += refusal.faults
+            except (HydraException, OmegaConfBaseException) as error:
+                found.append(explain(error))
+            except Exception as error:  # Hydra would turn it into a warning and go on
+                traceback.print_exc()
+                found.append(f"the check itself failed: {type(error).__name__}: {error}")
+            said += [f if len(jobs) == 1 else f"job {' '.join(job)}: {f}" for f in found]
+        if said:
+            refuse(said)
+        Preflight.passed = True
+
+
+def _task_overrides(config: DictConfig) -> list[str]:
+    overrides = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)  # they may hold ${...}
+    assert isinstance(overrides, list)
+    return [str(o) for o in overrides]
+
+
+def _jobs(overrides: Sequence[Override]) -> Iterator[list[str]]:
+    """The overrides of each job, in the order of Hydra's basic sweeper."""
+    choices = []
+    for o in overrides:
+        key = o.get_key_element()
+        values = o.sweep_string_iterator() if o.is_sweep_override() else [o.get_value_element_as_str()]
+        choices.append([f"{key}={v}" for v in values])
+    yield from (list(job) for job in itertools.product(*choices))
+
+
+def job_name() -> str:
+    """`00_lr=0.001,model=cnn`: the job's number, then what the sweep varies, in the shortest form that is unique."""
+    job = HydraConfig.get()
+    value = dict(o.lstrip("+").split("=", 1) for o in job.overrides.task if "=" in o)
+    last = [key.rpartition(".")[2] for key in Preflight.swept]
+    width = max(2, len(str(Preflight.jobs - 1)))
+    parts = []
+    for key, short in zip(Preflight.swept, last, strict=True):
+        text = value.get(key, "")
+        try:
+            text = text if text.lstrip("+-").isdigit() else f"{float(text):g}"
+        except ValueError:
+            pass
+        parts.append(f"{short if last.count(short) == 1 else key}={text}")
+    name = f"{job.job.num:0{width}d}_" + ",".join(parts)
+    return re.sub(r"[^A-Za-z0-9_.=,+-]+", "-", name)[:120].rstrip("-_,.")
+
+
+# ---- the entry point
+
+
+def refuse(said: Iterable[str]) -> None:
+    """Print every fault once on each machine, and leave with exit code 2."""
+    if environment.first_on_machine():
+        lines = ["Refused before anything was started:", *(f"  - {s}" for s in dict.fromkeys(said))]
+        print("\n".join(lines), file=sys.stderr, flush=True)
+    sys.exit(Exit.REFUSED)
+
+
+def take_saved_config(argv: list[str]) -> list[str]:
+    """Replace `--from-run DIR` and `--continue DIR` by the saved config of that run, under a name for Hydra.
+
+    Raises:
+        Refused: there is no saved config, or both options are given.
+    """
+    words = [part for word in argv for part in (word.split("=", 1) if word.split("=", 1)[0] in FROM_RUN else [word])]
+    given = [option for option in FROM_RUN if option in words]
+    if not given:
+        return argv
+    at = words.index(given[0])
+    if len(given) > 1 or words.count(given[0]) > 1 or at + 1 >= len(words):
+        raise Refused(f"type one of {' DIR, '.join(FROM_RUN)} DIR, once, with the folder of a run")
+    folder = Path(words[at + 1])
+    saved = identity.load_config(folder)
+    settings = ["run_id", "from_run", "resume"]  # of that start, not of the experiment
+    node: dict[str, Any] = {k: v for k, v in saved.items() if k not in settings}
+    quiet = [{"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}]
+    node["defaults"] = ["schema", "hydra_settings", "_self_", *quiet]
+    ConfigStore.instance().store(SAVED, node)
+    extra = ["--config-name", SAVED, f"{FROM_RUN[given[0]]}='{folder.resolve()}'"]
+    return [*words[:at], *words[at + 2 :], *extra]
+
+
+def entry(main: Callable[[], Any]) -> None:
+    """Run a @hydra.main function: one line for each mistake, the exit codes of `errors.py`, one closing line."""
+    schema.register()
+    Preflight.passed, Preflight.sweep_folder = False, None
+    resolvers: Mapping[str, Callable[..., Any]] = {
+        "ddpx.sweep_dir": lambda: str(Preflight.sweep_folder or "outputs/SWEEP"),
+        "ddpx.job": job_name,
+    }
+    for name, function in resolvers.items():
+        OmegaConf.register_new_resolver(name, function, replace=True)
+    wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, instead of printing and leaving
+    try:
+        sys.argv[1:] = take_saved_config(sys.argv[1:])
+        main()
+    except Refused as refusal:
+        refuse(refusal.faults)
+    except NoUsableCheckpoint as error:
+        launch.say_last(str(error))
+        sys.exit(Exit.NO_CHECKPOINT)
+    except KeyboardInterrupt:
+        launch.say_last("interrupted")
+        sys.exit(Exit.INTERRUPTED)
+    except Exception as error:
+        if not Preflight.passed:
+            if wants_traceback:
+                raise
+            refuse([explain(error)])
+        traceback.print_exc()
+        launch.say_last(f"{type(error).__name__}: {error}")
+        sys.exit(Exit.FAILED)

@@ -1,0 +1,89 @@
+"""Who started this process and which rank it is. The only room that reads RANK, LOCAL_RANK, MASTER_* and the like."""
+
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ddp_experiments.errors import Refused
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the launcher says, or one process when there is none."""
+
+    launched: bool = False  # by torchrun, or by anything else that sets the same variables
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    node_rank: int = 0
+    nnodes: int = 1
+    master_addr: str = ""
+    master_port: int = 0
+    agent_store: bool = False  # the launcher's own store listens on master_addr:master_port
+    restart_count: int = 0
+
+
+def read(variables: Mapping[str, str] | None = None) -> Environment:
+    """Read the launcher's variables.
+
+    Raises:
+        Refused: they contradict one another, or RANK counts machines (a pod operator's meaning).
+    """
+    env = os.environ if variables is None else variables
+    if "RANK" not in env:
+        return Environment()
+    if "LOCAL_RANK" not in env:
+        raise Refused(
+            "RANK is set but LOCAL_RANK is not, so RANK may count machines (as pod operators do) or processes; "
+            'on each machine type: torchrun --nnodes="$WORLD_SIZE" --node-rank="$RANK" --master-addr="$MASTER_ADDR" '
+            '--master-port="$MASTER_PORT" --nproc-per-node=N train.py mode=multinode; '
+            "for one process without a launcher: env -u RANK -u WORLD_SIZE python train.py"
+        )
+
+    def number(name: str, default: int | None = None) -> int:
+        text = env.get(name)
+        if text is None and default is not None:
+            return default
+        if text is None or not text.isdigit():
+            raise Refused(f"the launcher's variable {name}={text!r} is not a number; start with torchrun")
+        return int(text)
+
+    world_size, local_world_size = number("WORLD_SIZE"), number("LOCAL_WORLD_SIZE", 1)
+    result = Environment(
+        launched=True,
+        rank=number("RANK"),
+        local_rank=number("LOCAL_RANK"),
+        world_size=world_size,
+        local_world_size=local_world_size,
+        node_rank=number("GROUP_RANK", number("RANK") // max(1, local_world_size)),
+        nnodes=number("GROUP_WORLD_SIZE", max(1, world_size // max(1, local_world_size))),
+        master_addr=env.get("MASTER_ADDR", ""),
+        master_port=number("MASTER_PORT", 0),
+        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
+    )
+    if result.rank >= result.world_size or result.local_rank >= result.local_world_size:
+        raise Refused(
+            f"the launcher's variables contradict one another: RANK={result.rank} WORLD_SIZE={result.world_size} "
+            f"LOCAL_RANK={result.local_rank} LOCAL_WORLD_SIZE={result.local_world_size}"
+        )
+    if result.world_size > 1 and not (result.master_addr and result.master_port):
+        raise Refused("WORLD_SIZE is above 1 but MASTER_ADDR or MASTER_PORT is not set; start with torchrun")
+    return result
+
+
+def first_on_machine() -> bool:
+    """Tell whether this process speaks for its machine; never fails, so that it can say what is wrong."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def available_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def launch_token() -> str:
+    """A name for one start of the program, unlike that of any other start."""
+    return secrets.token_hex(8)

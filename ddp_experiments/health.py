@@ -1,0 +1,86 @@
+"""Signals, and the decisions that all ranks must take alike, agreed at paced points without a collective in between."""
+
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from ddp_experiments.errors import Exit
+from ddp_experiments.metrics import Sums
+from ddp_experiments.world import World
+
+STOP_SIGNALS = {signal.SIGINT: Exit.INTERRUPTED, signal.SIGTERM: Exit.PREEMPTED, signal.SIGUSR1: Exit.PREEMPTED}
+PACE_SECONDS = 2.0
+LONGEST_PACE = 1000  # steps
+
+
+class StopRequest:
+    """Set by a signal; the loop looks at it. A second Ctrl-C ends the process at once."""
+
+    def __init__(self) -> None:
+        self.exit_code: Exit | None = None
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.exit_code is not None:
+            raise KeyboardInterrupt
+        self.exit_code = STOP_SIGNALS[signal.Signals(number)]
+
+
+@contextmanager
+def stop_signals() -> Iterator[StopRequest]:
+    """Turn SIGINT, SIGTERM and SIGUSR1 into a request to save and leave, until the block ends."""
+    request = StopRequest()
+    before = {number: signal.signal(number, request._on_signal) for number in STOP_SIGNALS}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass
+class Verdict:
+    """What all ranks know after a paced point."""
+
+    stop: Exit | None = None
+    failed_ranks: tuple[int, ...] = ()  # ranks on which a checkpoint could not be written
+    nonfinite_ranks: tuple[int, ...] = ()  # ranks whose own loss was infinite or NaN
+
+
+class Watch:
+    """Says at which steps the ranks agree, and packs what they have to tell into the sums of that point."""
+
+    def __init__(self, world: World, request: StopRequest) -> None:
+        self.world, self.request = world, request
+        self.next_step, self.last_step, self.last_time = 0, 0, time.monotonic()
+
+    def due(self, step: int) -> bool:
+        """Tell whether `step` is a paced point. Equal on all ranks."""
+        return step >= self.next_step or (self.world.world_size == 1 and self.request.exit_code is not None)
+
+    def tell(self, sums: Sums, step: int, *, failed: bool, nonfinite: bool) -> None:
+        """Add this rank's flags to the sums that are about to be reduced."""
+        seconds = (time.monotonic() - self.last_time) / max(1, step - self.last_step)
+        mine = {"interrupted": self.request.exit_code is Exit.INTERRUPTED, "stop": self.request.exit_code is not None}
+        sums.add({f"flag/{k}": float(v) for k, v in mine.items()})
+        sums.add({"flag/seconds": seconds / self.world.world_size})
+        for rank in range(self.world.world_size):
+            here = rank == self.world.rank
+            sums.add({f"flag/failed/{rank}": float(failed and here), f"flag/nonfinite/{rank}": float(nonfinite and here)})
+
+    def read(self, reduced: Mapping[str, float], step: int) -> Verdict:
+        """The common verdict, and the next paced point, from the reduced sums."""
+        steps = PACE_SECONDS / max(reduced["flag/seconds"], 1e-9)
+        self.next_step = step + max(1, min(LONGEST_PACE, int(steps)))
+        self.last_step, self.last_time = step, time.monotonic()
+        stop = None
+        if reduced["flag/stop"]:
+            stop = Exit.INTERRUPTED if reduced["flag/interrupted"] else Exit.PREEMPTED
+        ranks = range(self.world.world_size)
+        return Verdict(
+            stop=stop,
+            failed_ranks=tuple(r for r in ranks if reduced[f"flag/failed/{r}"]),
+            nonfinite_ranks=tuple(r for r in ranks if reduced[f"flag/nonfinite/{r}"]),
+        )

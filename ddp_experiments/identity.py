@@ -1,0 +1,369 @@
+"""Which run this is: its folder, agreed by all ranks; its lock, status, and where it came from. No torch."""
+
+import fcntl
+import json
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any, Protocol, TypeVar
+
+import yaml
+from omegaconf import OmegaConf
+
+from ddp_experiments.config import Config, resume_rule
+from ddp_experiments.environment import launch_token
+from ddp_experiments.errors import Refused
+
+T = TypeVar("T")
+PATCH_BYTES = 1 << 20  # of uncommitted changes; a larger patch is cut and says so
+BEAT_SECONDS = 5.0  # between two counts of the lock
+FOREIGN_SECONDS = 30.0  # a lock of another machine whose counter stands still so long is dead
+PACKAGES = ("torch", "hydra-core", "omegaconf", "numpy", "tensorboard", "scikit-learn", "ddp_experiments")
+
+
+class Agreement(Protocol):
+    """What `world.Meeting` offers: decisions of rank 0 that all ranks share before there is a group."""
+
+    def once(self, key: str, make: Callable[[], str]) -> str: ...
+    def rank0_decides(self, key: str, decide: Callable[[], T]) -> T: ...
+
+
+# ---- the folder
+
+
+def new_folder(parent: Path) -> Path:
+    """Make a folder named by the clock; of several starts in the same second each gets its own.
+
+    Raises:
+        Refused: it can't be made.
+    """
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for name in (stamp, *(f"{stamp}_{i}" for i in range(2, 10_000))):
+            try:
+                (parent / name).mkdir()
+            except FileExistsError:
+                continue
+            return parent / name
+    except OSError as error:
+        raise _unwritable(parent, error) from None
+    raise Refused(f"no free name below {parent}; give run_id=NAME")
+
+
+def _unwritable(path: Path, error: OSError) -> Refused:
+    return Refused(f"can't write to {path}: {error.strerror}; start where outputs/ can be written")
+
+
+def load_config(folder: Path) -> dict[str, Any]:
+    """The saved settings of a run; environment values stay `${oc.env:...}`.
+
+    Raises:
+        Refused: the folder holds no run.
+    """
+    try:
+        node = OmegaConf.load(folder / "config.yaml")
+    except (OSError, yaml.YAMLError) as error:
+        reason = getattr(error, "strerror", None) or f"not readable: {error}".splitlines()[0]
+        raise Refused(f"{folder / 'config.yaml'}: {reason}; give the folder of a run, outputs/NAME/RUN") from None
+    saved = OmegaConf.to_container(node, resolve=False)
+    if not isinstance(saved, dict):
+        raise Refused(f"{folder / 'config.yaml'} holds no settings; give the folder of a run, outputs/NAME/RUN")
+    return {str(k): v for k, v in saved.items()}
+
+
+def flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of nested settings."""
+    for key, value in node.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any], horizon: bool) -> list[tuple[str, Any, Any, str]]:
+    """(key, old, new, resume rule) of every setting that differs."""
+    before, after = dict(flat(old)), dict(flat(new))
+    keys = (k for k in {**before, **after} if before.get(k) != after.get(k))
+    return [(k, before.get(k), after.get(k), resume_rule(k, horizon)) for k in keys]
+
+
+def check_changes(folder: Path, saved: Mapping[str, Any], allow: Sequence[str], horizon: bool) -> list[tuple[str, Any, Any, str]]:
+    """The settings that differ from the run's own, if each may.
+
+    Raises:
+        Refused: one may not; the lines are the difference.
+    """
+    found = changes(load_config(folder), saved, horizon)
+    faults = []
+    for key, old, new, rule in found:
+        if rule == "fixed":
+            faults.append(f"{key}: {folder} has {old}, now {new}; it is fixed for a run: leave it, or start a new run")
+        elif rule == "ask" and not any(key == a or key.startswith(f"{a}.") for a in allow):
+            faults.append(f"{key}: {folder} has {old}, now {new}; add 'resume.allow=[{key}]' to change it on the way")
+    if faults:
+        raise Refused(*faults)
+    return found
+
+
+# ---- the lock
+
+
+def _start_time(pid: int) -> str:
+    """When a process started, so that a new one with the same number isn't taken for it; empty if unknown."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+class Lock:
+    """Keeps a second writer out of a run folder: {token, host, pid, start time, counter} in the file `lock`.
+
+    The same token (workers that were started again) takes over at once; on the same host the process decides; from
+    another host a counter that hasn't moved for 30 s of the reader's own clock.
+    """
+
+    def __init__(self, folder: Path, token: str) -> None:
+        self.path, self.token = folder / "lock", token
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def _open(self) -> Iterator[IO[str]]:
+        with self.path.open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            yield file
+
+    def _write(self, file: IO[str], counter: int) -> None:
+        file.truncate(0)
+        host, pid = socket.gethostname(), os.getpid()
+        json.dump({"token": self.token, "host": host, "pid": pid, "started": _start_time(pid), "counter": counter}, file)
+        file.flush()
+
+    @staticmethod
+    def _read(file: IO[str]) -> dict[str, Any]:
+        file.seek(0)
+        try:
+            found = json.loads(file.read() or "{}")
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def acquire(self) -> None:
+        """Take the lock and keep counting until `release`.
+
+        Raises:
+            Refused: another live process holds it.
+        """
+        with self._open() as file:
+            holder = self._read(file)
+            if holder and holder["token"] != self.token and self._lives(holder, file):
+                raise Refused(
+                    f"{self.path.parent} is being written by pid {holder['pid']} on {holder['host']}; "
+                    "wait for it, stop it, or give another run_id=NAME"
+                )
+            self._write(file, 0)
+        self._thread = threading.Thread(target=self._count, name="lock", daemon=True)
+        self._thread.start()
+
+    def _lives(self, holder: Mapping[str, Any], file: IO[str]) -> bool:
+        if holder["host"] == socket.gethostname():
+            started = _start_time(holder["pid"])
+            return bool(started) and started == holder["started"]
+        fcntl.flock(file, fcntl.LOCK_UN)  # the holder must be able to count
+        end, seen = time.monotonic() + FOREIGN_SECONDS, holder["counter"]
+        while time.monotonic() < end:
+            time.sleep(1)
+            now = self._read(file)
+            if now and (now["token"] != holder["token"] or now["counter"] != seen):
+                return True
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return False
+
+    def _count(self) -> None:
+        counter = 0
+        while not self._stop.wait(BEAT_SECONDS):
+            counter += 1
+            try:
+                with self._open() as file:
+                    if self._read(file).get("token") != self.token:
+                        return
+                    self._write(file, counter)
+            except OSError:
+                pass  # a full disk must not end the run; the process itself still shows that it lives
+
+    def is_mine(self) -> bool:
+        """Tell whether this start still is the writer of the folder."""
+        with self._open() as file:
+            return self._read(file).get("token") == self.token
+
+    def release(self) -> None:
+        self._stop.set()
+        if self._thread:
+            self._thread.join()
+        with self._open() as file:
+            if self._read(file).get("token") == self.token:
+                file.truncate(0)
+
+
+# ---- a run
+
+
+@dataclass
+class Run:
+    """A run folder that belongs to this start. Rank 0 writes its files; the others write only their log."""
+
+    folder: Path
+    writer: bool
+    continued: bool
+    lock: Lock | None
+
+    def status(self, state: str, *, step: int, reason: str = "", exit_code: int | None = None) -> None:
+        """Replace status.json: running, done, failed, interrupted or preempted. Does nothing on other ranks."""
+        if self.writer:
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            body = {"state": state, "step": step, "reason": reason, "exit_code": exit_code}
+            write_json(self.folder / "status.json", {**body, "host": socket.gethostname(), "pid": os.getpid(), "time": now})
+
+
+@contextmanager
+def claim(config: Config, saved: Mapping[str, Any], agreement: Agreement, *, rank: int, job: Path | None, horizon: bool) -> Iterator[Run]:
+    """The folder of this run, made or continued, locked while the block runs. All ranks must call.
+
+    Args:
+        saved: the settings as they are written down.
+        job: the folder, where a sweep has made it.
+        horizon: the learning rate follows from the length of the run.
+
+    Raises:
+        Refused: the folder can't be written, is in use, is no run, or the settings may not change so.
+    """
+    token = agreement.once("token", launch_token)
+    lock: list[Lock] = []
+
+    def decide() -> dict[str, Any]:
+        folder, continued = _choose(config, agreement, job)
+        holder = Lock(folder, token)
+        try:
+            holder.acquire()
+            if continued:
+                found = check_changes(folder, saved, config.resume.allow, horizon)
+                _write_config(folder, saved, keep=bool(found))
+            else:
+                _write_config(folder, saved, keep=False)
+        except OSError as error:
+            raise _unwritable(folder, error) from None
+        except Refused:
+            if holder._thread:
+                holder.release()
+            raise
+        lock.append(holder)
+        return {"folder": str(folder.resolve()), "continued": continued}
+
+    answer = agreement.rank0_decides("run", decide)
+    run = Run(Path(answer["folder"]), rank == 0, answer["continued"], lock[0] if lock else None)
+    try:
+        yield run
+    finally:
+        if run.lock:
+            run.lock.release()
+
+
+def _choose(config: Config, agreement: Agreement, job: Path | None) -> tuple[Path, bool]:
+    """(folder, whether it already holds a run). Rank 0 only."""
+    if config.resume.run:
+        folder = Path(config.resume.run)
+        load_config(folder)
+        return folder, True
+    if job is not None:
+        return job, (job / "config.yaml").exists()
+    parent = Path("outputs") / config.name
+    folder = parent / (config.run_id or agreement.once("run_id", lambda: new_folder(parent).name))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        others = [p.name for p in folder.iterdir() if p.name != "lock"]
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+    if others and "config.yaml" not in others:
+        raise Refused(f"{folder} exists and is no run (no config.yaml); give another run_id=NAME")
+    return folder, bool(others)
+
+
+# ---- where it came from
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replace a file by JSON, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(value, indent=1) + "\n")
+    temporary.replace(path)
+
+
+def _write_config(folder: Path, saved: Mapping[str, Any], *, keep: bool) -> None:
+    path = folder / "config.yaml"
+    if keep:  # what ran before is not lost
+        number = 1 + sum(1 for _ in folder.glob("config.[0-9]*.yaml"))
+        (folder / f"config.{number}.yaml").write_bytes(path.read_bytes())
+    head = f"# the same again: python train.py --from-run {shlex.quote(str(folder))}\n"
+    temporary = path.with_name(".config.yaml.tmp")
+    temporary.write_text(head + yaml.safe_dump(dict(saved), sort_keys=False))
+    temporary.replace(path)
+
+
+def record_start(run: Run, *, overrides: Sequence[str], world: Mapping[str, Any]) -> dict[str, Any]:
+    """Add this start to provenance.json: command, versions, git state, host, world. Rank 0 only."""
+    commit, patch = _git()
+    start = {
+        "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
+        "overrides": list(overrides),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "git_commit": commit,
+        "git_dirty": bool(patch),
+        **world,
+    }
+    path = run.folder / "provenance.json"
+    starts = json.loads(path.read_text()) if path.exists() else []
+    if patch:
+        (run.folder / f"git.{len(starts) + 1}.patch").write_bytes(patch)
+    write_json(path, [*starts, start])
+    return start
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git() -> tuple[str | None, bytes]:
+    """(commit, patch of uncommitted changes); without git or a repository nothing."""
+    here = Path(__file__).resolve().parent
+
+    def git(*words: str) -> bytes:
+        return subprocess.run(["git", "-C", str(here), *words], capture_output=True, check=True, timeout=20).stdout
+
+    try:
+        commit, patch = git("rev-parse", "HEAD").decode().strip(), git("diff", "HEAD")
+    except (OSError, subprocess.SubprocessError):
+        return None, b""
+    if len(patch) > PATCH_BYTES:
+        patch = patch[:PATCH_BYTES] + f"\n# cut: the patch has {len(patch)} bytes\n".encode()
+    return commit, patch

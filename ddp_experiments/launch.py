@@ -1,0 +1,90 @@
+"""What this process has to be: a worker of a launcher, the only process, or nothing at all; and its last word."""
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ddp_experiments.config import OPEN_GROUPS, Config, Mode, ModeName
+from ddp_experiments.environment import Environment, read
+from ddp_experiments.errors import Stopped
+
+
+def command(mode: Mode, extra: tuple[str, ...] = ()) -> str:
+    """The torchrun line that starts what the user typed."""
+    words = [w for w in sys.argv[1:] if w not in extra]
+    processes = mode.nproc_per_node if isinstance(mode.nproc_per_node, int) else 2
+    nodes = ""
+    if mode.name is ModeName.multinode:
+        count = mode.nnodes if isinstance(mode.nnodes, int) else 2
+        nodes = f"--nnodes={count} --node_rank=0..{count - 1} --master_addr=HOST --master_port=29500 "
+    return f"torchrun {nodes}--nproc_per_node={processes} train.py {shlex.join([*words, *extra])}".rstrip()
+
+
+def faults(config: Config, environment: Environment) -> Iterator[str]:
+    """Yield why the mode doesn't fit the launcher, or the batch the ranks; each with the line to type."""
+    mode, ranks = config.mode, environment.world_size
+    if not environment.launched and mode.name is not ModeName.single:
+        where = "on each machine, with its own node_rank" if mode.name is ModeName.multinode else "instead"
+        yield f"mode={mode.name.value} needs several processes, but this is one; type {where}: {command(mode)}"
+        return
+    if mode.name is ModeName.single and ranks > 1:
+        yield f"the launcher started {ranks} processes, but mode=single is one; add mode=multigpu, or type: python train.py"
+    if mode.name is ModeName.multigpu and environment.nnodes > 1:
+        yield f"the launcher spans {environment.nnodes} machines, but mode=multigpu is one; add mode=multinode"
+    counts = {"nproc_per_node": environment.local_world_size, "nnodes": environment.nnodes}
+    for key, started in counts.items():
+        wanted = getattr(mode, key)
+        if mode.name is not ModeName.single and wanted not in ("auto", started):
+            yield f"mode.{key}={wanted}, but the launcher started {started}; leave it out, or start torchrun --{key}={wanted}"
+    batch, steps = config.train.global_batch_size, config.train.accumulation_steps
+    if ranks > 1 and batch >= steps and batch < ranks * steps:
+        yield (
+            f"train.global_batch_size={batch} is smaller than {ranks} ranks × train.accumulation_steps={steps} = "
+            f"{ranks * steps}: some would have no sample; try train.global_batch_size={ranks * steps}"
+        )
+    degree = config.strategy.replicate
+    if isinstance(degree, int) and degree != ranks:
+        yield (
+            f"strategy.replicate={degree} needs {degree} ranks, but there {'is' if ranks == 1 else 'are'} {ranks}; "
+            "try strategy.replicate=auto"
+        )
+
+
+def target_faults(config: Config, environment: Environment | None = None) -> list[str]:
+    """What is wrong with the open groups, devices and metric; imports torch, which the run needs anyway."""
+    from ddp_experiments import targets, world
+    from ddp_experiments.config import Precision
+
+    environment = environment or read()
+    said = list(world.device_faults(config.mode, environment))
+    for group in OPEN_GROUPS:
+        try:
+            targets.check(getattr(config, group), group)
+        except ValueError as error:
+            said.append(str(error))
+    if said:
+        return said
+    if config.train.precision is Precision.fp16 and world.choose_device(config.mode, environment).type == "cpu":
+        said.append("train.precision=fp16 is 10 times slower than fp32 on a CPU; try train.precision=bf16")
+    metrics = targets.of_kind(config.task["_target_"], "task").metrics
+    if config.checkpoint.metric not in metrics:
+        said.append(f"checkpoint.metric={config.checkpoint.metric}: this task has {', '.join(metrics)}")
+    return said
+
+
+def run(config: Config, saved: Mapping[str, Any], job: Path | None) -> float | None:
+    """Run the experiment as this process's rank."""
+    environment = read()
+    from ddp_experiments import experiment
+
+    if not environment.launched:
+        return experiment.run(config, saved, environment, job)
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    try:
+        value: float | None = record(experiment.run)(config, saved, environment, job)
+    except Stopped:
+        raise SystemExit(0) from None  # the launcher would start any other code anew; status.json tells
+    return value

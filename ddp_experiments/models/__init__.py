@@ -1,0 +1,1 @@
+"""Plain modules with explicit constructor arguments."""
