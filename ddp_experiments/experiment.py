@@ -29,7 +29,7 @@ from ddp_experiments.errors import Exit, Refused, Stopped
 from ddp_experiments.health import Watch, stop_signals
 from ddp_experiments.loop import Parts, Point, State, evaluate, train
 from ddp_experiments.tasks import Task
-from ddp_experiments.tracking import Tracker, log_lines, profiling, words
+from ddp_experiments.tracking import Tracker, log_lines, profiling
 from ddp_experiments.world import Meeting, World, choose_device, join
 
 logger = logging.getLogger("ddp_experiments")
@@ -56,53 +56,75 @@ def run(config: Config, saved: Mapping[str, Any], environment: Environment, job:
         stop_signals() as request,
     ):
         checkpoint = find_checkpoint(folder, meeting)
-        state = progress.state = read_state(checkpoint, len(what.splits.train))  # type: ignore[arg-type]
+        progress.state = read_state(checkpoint, len(what.splits.train))  # type: ignore[arg-type]
         with join(config.mode, environment, meeting) as world:
-            batches = what.batches(config, world)
-            total_steps = state.step + steps_left(config, batches, state)
-            tracker = Tracker(folder, config, world, step=state.step, total_steps=total_steps)
-            with closing(tracker):
-                if world.is_rank0:
-                    place = {"world_size": world.world_size, "device": str(world.device), "threads": world.threads}
-                    tracker.describe(saved, identity.record_start(folder, overrides=saved_overrides(), world=place))
-                if config.eval_only:
-                    load_weights(what.module, Path(config.init_from or config.from_run or ""), config.eval.weights.value)
-                parts = make_parts(config, what, world, total_steps)
-                evaluators = what.evaluators(config, parts)
-                if config.eval_only:
-                    return report_evaluation(config, evaluators, tracker, state, progress)
-                if checkpoint is not None:
-                    restore(parts, checkpoint, state)
-                parallel.settle(parts.model, parts.task, first_microbatches(batches, state), parts.autocast)
-                writer = directories.Writer(
-                    folder.folder / "checkpoints",
-                    keep_last=config.checkpoint.keep_last,
-                    is_writer=world.is_rank0,
-                    is_mine=folder.lock.is_mine if folder.lock else lambda: False,
-                )
-                recorder = Recorder(config, parts, tracker, writer, folder, progress, length=batches.length)
-                announce(config, folder, parts, state, total_steps, checkpoint)
-                with profiling(folder, world, config.log.profile_steps) as profiler:
-                    stop = train(
-                        parts,
-                        batches,
-                        state,
-                        config,
-                        total_steps=total_steps,
-                        watch=Watch(world, request),
-                        evaluation=evaluators.get("eval"),
-                        recorder=recorder,
-                        profiler=profiler,
-                    )
-                recorder.finish()
-                if stop is not None:
-                    progress.stopped(stop)
-                if "test" in evaluators and not progress.was_done:
-                    copy_into(weights_in(checkpoint_of(folder.folder, "best")), model_tensors(parts.module), "the best step")
-                    parts.ema = None  # the averages are in the weights now
-                    tracker.log_evaluation(state, evaluators["test"](), "test")
-                progress.done(closing_lines(config, folder, state))
-                return state.best_value
+            place = Place(folder, progress, world, Watch(world, request))
+            if config.eval_only:
+                return evaluate_only(config, saved, what, place)
+            return train_and_test(config, saved, what, place, checkpoint)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this start runs and writes."""
+
+    folder: identity.Run
+    progress: "Progress"
+    world: World
+    watch: Watch
+
+
+def train_and_test(config: Config, saved: Mapping[str, Any], what: "What", place: Place, checkpoint: Path | None) -> float | None:
+    """Train from where the run stands, then evaluate the test part from the best weights.
+
+    Nothing of it outlives the function: the group can't be closed while DDP holds it. Collective: all ranks must call.
+    """
+    folder, progress, world, state = place.folder, place.progress, place.world, place.progress.state
+    batches = what.batches(config, world)
+    total_steps = state.step + steps_left(config, batches, state)
+    with tracked(config, saved, place, total_steps) as tracker:
+        parts = make_parts(config, what, world, total_steps)
+        evaluators = what.evaluators(config, parts)
+        if checkpoint is not None:
+            restore(parts, checkpoint, state)
+        parallel.settle(parts.model, parts.task, first_microbatches(batches, state), parts.autocast)
+        recorder = Recorder(config, parts, tracker, place, length=batches.length)
+        announce(config, place, parts, total_steps, checkpoint)
+        with profiling(folder, world, config.log.profile_steps) as profiler:
+            stop = train(
+                parts,
+                batches,
+                state,
+                config,
+                total_steps=total_steps,
+                watch=place.watch,
+                evaluation=evaluators.get("eval"),
+                recorder=recorder,
+                profiler=profiler,
+            )
+        recorder.finish()
+        if stop is not None:
+            progress.stopped(stop)
+        if "test" in evaluators and not progress.was_done:
+            copy_into(weights_in(checkpoint_of(folder.folder, "best")), model_tensors(parts.module), "the best step")
+            parts.ema = None  # the averages are in the weights now
+            tracker.log_evaluation(state, evaluators["test"](), "test")
+        progress.done(closing_lines(config, folder, state))
+        return state.best_value
+
+
+def evaluate_only(config: Config, saved: Mapping[str, Any], what: "What", place: Place) -> float | None:
+    """Evaluate the weights of a run or file on the validation and test parts. Collective: all ranks must call."""
+    value = None
+    with tracked(config, saved, place, 0) as tracker:
+        parts = make_parts(config, what, place.world, 1)
+        parts.ema = None
+        for part, evaluation in what.evaluators(config, parts).items():
+            metrics = evaluation()
+            tracker.log_evaluation(place.progress.state, metrics, part)
+            value = metrics[config.checkpoint.metric] if value is None else value
+        place.progress.done([f"run {place.folder.folder}"])
+    return value
 
 
 # ---- what is trained
@@ -163,7 +185,9 @@ def build(config: Config, environment: Environment) -> What:
         raise Refused(str(error)) from None
     share = smallest_share(sizes, world_size=world_size, accumulation_steps=accumulation)
     parallel.check_batch_statistics(module, share)
-    if config.init_from and not config.eval_only:
+    if config.eval_only:
+        load_weights(module, Path(config.init_from or config.from_run or ""), config.eval.weights.value)
+    elif config.init_from:
         load_weights(module, Path(config.init_from))
     return what
 
@@ -323,19 +347,15 @@ def restore(parts: Parts, checkpoint: Path, state: State) -> None:
 class Recorder:
     """Takes points, evaluations and states from the loop. Every rank calls it; effects happen on rank 0 only."""
 
-    def __init__(
-        self,
-        config: Config,
-        parts: Parts,
-        tracker: Tracker,
-        writer: directories.Writer,
-        folder: identity.Run,
-        progress: "Progress",
-        *,
-        length: int,
-    ) -> None:
-        self.config, self.parts, self.tracker, self.writer = config, parts, tracker, writer
-        self.folder, self.progress, self.length = folder, progress, length
+    def __init__(self, config: Config, parts: Parts, tracker: Tracker, place: Place, *, length: int) -> None:
+        self.config, self.parts, self.tracker, self.length = config, parts, tracker, length
+        self.progress, lock = place.progress, place.folder.lock
+        self.writer = directories.Writer(
+            place.folder.folder / "checkpoints",
+            keep_last=config.checkpoint.keep_last,
+            is_writer=place.world.is_rank0,
+            is_mine=lock.is_mine if lock else lambda: False,
+        )
 
     def log(self, point: Point) -> None:
         self.tracker.log(point)
@@ -440,14 +460,19 @@ def reported(folder: identity.Run) -> Iterator[Progress]:
 
 
 @contextmanager
-def closing(tracker: Tracker) -> Iterator[None]:
-    """Close the tracker, with the session marked as succeeded or failed."""
+def tracked(config: Config, saved: Mapping[str, Any], place: Place, total_steps: int) -> Iterator[Tracker]:
+    """The tracker of this start, closed with the session marked as succeeded or failed."""
+    world = place.world
+    tracker = Tracker(place.folder, config, world, step=place.progress.state.step, total_steps=total_steps)
+    succeeded = False
     try:
-        yield
-    except BaseException:
-        tracker.close(succeeded=False)
-        raise
-    tracker.close(succeeded=True)
+        if world.is_rank0:
+            where = {"world_size": world.world_size, "device": str(world.device), "threads": world.threads}
+            tracker.describe(saved, identity.record_start(place.folder, overrides=saved_overrides(), world=where))
+        yield tracker
+        succeeded = True
+    finally:
+        tracker.close(succeeded=succeeded)
 
 
 def saved_overrides() -> list[str]:
@@ -456,29 +481,18 @@ def saved_overrides() -> list[str]:
     return [str(o) for o in HydraConfig.get().overrides.task] if HydraConfig.initialized() else []
 
 
-def announce(config: Config, folder: identity.Run, parts: Parts, state: State, total: int, checkpoint: Path | None) -> None:
-    if not parts.world.is_rank0:
+def announce(config: Config, place: Place, parts: Parts, total: int, checkpoint: Path | None) -> None:
+    """Say what starts, on rank 0."""
+    world, step = place.world, place.progress.state.step
+    if not world.is_rank0:
         return
-    world, count = parts.world, sum(p.numel() for p in parts.parameters)
-    logger.info("run %s", folder.folder)
-    logger.info(
-        "%d rank(s) on %s, %d thread(s) each; %s parameters; %d steps of %d samples",
-        world.world_size, world.device.type, world.threads, f"{count:,}", total, config.train.global_batch_size,
-    )  # fmt: skip
+    logger.info("run %s", place.folder.folder)
+    ranks = f"{world.world_size} rank{'s' if world.world_size > 1 else ''} on {world.device.type}, {world.threads} thread(s) each"
+    parameters = f"{sum(p.numel() for p in parts.parameters):,} parameters"
+    logger.info("%s; %s; %d steps of %d samples", ranks, parameters, total, config.train.global_batch_size)
     if checkpoint is not None:
-        logger.info("continuing after step %d (%s)%s", state.step, checkpoint.name, "" if total > state.step else ": nothing left to train")
-
-
-def report_evaluation(config: Config, evaluators: Mapping[str, Callable[[], dict[str, float]]], tracker: Tracker, state: State, progress: Progress) -> float | None:
-    """Evaluate each part, and return the value of checkpoint.metric."""
-    value = None
-    for part, evaluation in evaluators.items():
-        metrics = evaluation()
-        tracker.log_evaluation(state, metrics, part)
-        value = metrics[config.checkpoint.metric] if value is None else value
-        logger.info("%s: %s", part, words(metrics))
-    progress.done([])
-    return value
+        rest = "" if total > step else ": nothing left to train"
+        logger.info("continuing after step %d (%s)%s", step, checkpoint.name, rest)
 
 
 def closing_lines(config: Config, folder: identity.Run, state: State) -> Iterator[str]:

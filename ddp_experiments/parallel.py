@@ -2,32 +2,20 @@
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_experiments.config import Strategy
 from ddp_experiments.data import Microbatch
 from ddp_experiments.errors import Refused
 from ddp_experiments.tasks import Task
 from ddp_experiments.world import World
 
-
-def replicas(strategy: Strategy, world_size: int) -> int:
-    """Data-parallel copies of the model.
-
-    Raises:
-        Refused: the degrees don't make the world.
-    """
-    degree = world_size if strategy.replicate == "auto" else int(strategy.replicate)
-    if degree != world_size:
-        raise Refused(
-            f"strategy.replicate={degree} needs {degree} ranks, but the world has {world_size}; "
-            f"try strategy.replicate=auto, or start {degree} processes"
-        )
-    return degree
+# The argument's name since torch 2.13, and before.
+BUFFERS = next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in signature(DistributedDataParallel).parameters)
 
 
 def check_batch_statistics(model: nn.Module, smallest_share: int) -> None:
@@ -54,8 +42,8 @@ def lay_out(module: nn.Module, world: World) -> nn.Module:
     return DistributedDataParallel(
         module,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        broadcast_buffers=False,  # rank 0's are the run's; the others copy them before an evaluation
         gradient_as_bucket_view=True,
+        **{BUFFERS: False},  # rank 0's are the run's; the others copy them before an evaluation
     )
 
 

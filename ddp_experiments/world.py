@@ -4,7 +4,9 @@ The only room that opens or closes a group. The launcher's store is used before 
 that all ranks agree on anew: the keys of an earlier round of workers can't be read by a later one.
 """
 
+import gc
 import json
+import traceback
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -235,6 +237,10 @@ def join(mode: Mode, environment: Environment, meeting: Meeting) -> Iterator[Wor
     try:
         yield world
         world.barrier()  # nobody leaves while another still talks
-    finally:  # after an exception: no collective, the others may not come
+    except BaseException as error:  # no collective here: the others may not come
+        traceback.clear_frames(error.__traceback__)
+        raise
+    finally:
         if backend is not None:
+            gc.collect()  # frees DDP: were it the last to hold the group, freeing it later would wait for ever (gloo)
             dist.destroy_process_group()
