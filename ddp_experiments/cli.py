@@ -28,9 +28,11 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from ddp_experiments import config as schema
 from ddp_experiments import environment, identity, launch
-from ddp_experiments.errors import Exit, NoUsableCheckpoint, Refused
+from ddp_experiments.errors import Exit, Refused
 
-SECRET = re.compile(r"(^|_)(password|passwd|secret|credentials?|(auth|access|api|hf|bearer)_(token|key)|api_?key)$|^token$")
+SECRET = re.compile(
+    r"(^|_)(password|passwd|secret|credentials?|(auth|access|api|hf|bearer)_(token|key)|api_?key)$|^token$"
+)
 SAVED = "saved_run"  # the name under which --from-run gives a saved config to Hydra
 FROM_RUN = {"--from-run": "from_run", "--continue": "resume.run"}  # option: the setting that keeps its folder
 
@@ -51,7 +53,9 @@ def leaves(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, DictConfig
     for key in list(node):
         name, child = str(key), node._get_node(key)
         yield f"{prefix}{name}", node, name
-        if isinstance(child, DictConfig) and not (child._is_missing() or child._is_none() or child._is_interpolation()):
+        if isinstance(child, DictConfig) and not (
+            child._is_missing() or child._is_none() or child._is_interpolation()
+        ):
             yield from leaves(child, f"{prefix}{name}.")
 
 
@@ -67,7 +71,11 @@ def faults(cfg: DictConfig) -> list[str]:
         try:
             if OmegaConf.is_missing(parent, key):
                 said.append(f"{path} has no value; give {path}=...")
-            elif SECRET.search(key) and isinstance(parent[key], str) and not OmegaConf.is_interpolation(parent, key):
+            elif (
+                SECRET.search(key)
+                and isinstance(parent[key], str)
+                and not OmegaConf.is_interpolation(parent, key)
+            ):
                 said.append(f"{path}: a secret must not be written down; use '{path}=${{oc.env:NAME}}'")
             else:
                 parent[key]  # resolves it
@@ -129,7 +137,11 @@ def orphans(overrides: Sequence[str]) -> Iterator[str]:
         found = repository.load_config(f"{preset}/{given[preset]}") if given.get(preset) else None
         if found is None:
             continue
-        own = {d.group.lstrip("/"): d.value for d in found.defaults_list if isinstance(d, GroupDefault) and d.group}
+        own = {
+            d.group.lstrip("/"): d.value
+            for d in found.defaults_list
+            if isinstance(d, GroupDefault) and d.group
+        }
         for group in schema.OPEN_GROUPS:
             left = [k for k in found.config.get(group) or {} if f"{group}.{k}" not in given]
             if left and given.get(group, own.get(group)) != own.get(group):
@@ -189,7 +201,7 @@ class Preflight(Callback):
         try:
             Preflight.sweep_folder = identity.new_folder(Path("outputs") / str(config.name))
         except Refused as refusal:
-            refuse(refusal.faults)
+            launch.refuse(refusal.faults)
 
     def _check(self, jobs: Sequence[Sequence[str]], config: DictConfig, config_name: str) -> None:
         said = list(slips(_task_overrides(config)))
@@ -206,7 +218,7 @@ class Preflight(Callback):
                 found.append(f"the check itself failed: {type(error).__name__}: {error}")
             said += [f if len(jobs) == 1 else f"job {' '.join(job)}: {f}" for f in found]
         if said:
-            refuse(said)
+            launch.refuse(said)
         Preflight.passed = True
 
 
@@ -247,21 +259,17 @@ def job_name() -> str:
 # ---- the entry point
 
 
-def refuse(said: Iterable[str]) -> None:
-    """Print every fault once on each machine, and leave with exit code 2."""
-    if environment.first_on_machine():
-        lines = ["Refused before anything was started:", *(f"  - {s}" for s in dict.fromkeys(said))]
-        print("\n".join(lines), file=sys.stderr, flush=True)
-    sys.exit(Exit.REFUSED)
-
-
 def take_saved_config(argv: list[str]) -> list[str]:
     """Replace `--from-run DIR` and `--continue DIR` by the saved config of that run, under a name for Hydra.
 
     Raises:
         Refused: there is no saved config, or both options are given.
     """
-    words = [part for word in argv for part in (word.split("=", 1) if word.split("=", 1)[0] in FROM_RUN else [word])]
+    words = [
+        part
+        for word in argv
+        for part in (word.split("=", 1) if word.split("=", 1)[0] in FROM_RUN else [word])
+    ]
     given = [option for option in FROM_RUN if option in words]
     if not given:
         return argv
@@ -275,8 +283,14 @@ def take_saved_config(argv: list[str]) -> list[str]:
     quiet = [{"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}]
     node["defaults"] = ["schema", "hydra_settings", "_self_", *quiet]
     ConfigStore.instance().store(SAVED, node)
-    extra = ["--config-name", SAVED, f"{FROM_RUN[given[0]]}='{folder.resolve()}'"]
-    return [*words[:at], *words[at + 2 :], *extra]
+    setting = f"{FROM_RUN[given[0]]}='{folder.resolve()}'"
+    return ["--config-name", SAVED, *words[:at], setting, *words[at + 2 :]]
+
+
+def flags_first(argv: list[str]) -> list[str]:
+    """Put -m before the overrides: between them Hydra doesn't understand it."""
+    flags = [w for w in argv if w in ("-m", "--multirun")]
+    return [*flags, *(w for w in argv if w not in flags)]
 
 
 def entry(main: Callable[[], Any]) -> None:
@@ -292,21 +306,16 @@ def entry(main: Callable[[], Any]) -> None:
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, instead of printing and leaving
     try:
-        sys.argv[1:] = take_saved_config(sys.argv[1:])
+        sys.argv[1:] = take_saved_config(flags_first(sys.argv[1:]))
         main()
     except Refused as refusal:
-        refuse(refusal.faults)
-    except NoUsableCheckpoint as error:
-        launch.say_last(str(error))
-        sys.exit(Exit.NO_CHECKPOINT)
+        launch.refuse(refusal.faults)
     except KeyboardInterrupt:
-        launch.say_last("interrupted")
         sys.exit(Exit.INTERRUPTED)
     except Exception as error:
-        if not Preflight.passed:
-            if wants_traceback:
-                raise
-            refuse([explain(error)])
-        traceback.print_exc()
-        launch.say_last(f"{type(error).__name__}: {error}")
-        sys.exit(Exit.FAILED)
+        if Preflight.passed:  # a failed job of a sweep
+            traceback.print_exc()
+            sys.exit(Exit.FAILED)
+        if wants_traceback:
+            raise
+        launch.refuse([explain(error)])

@@ -63,10 +63,18 @@ class Mode:
 
     name: ModeName = setting(MISSING, "free", "set by the group: single, multigpu or multinode")
     nnodes: int | str = setting(MISSING, "free", "machines, or auto = what the launcher says")
-    nproc_per_node: int | str = setting(MISSING, "free", "processes a machine, or auto = what the launcher says")
-    device: str = setting("auto", "free", "auto, cpu, cuda, cuda:N or mps; auto takes an accelerator if there is one")
-    backend: Backend = setting(Backend.auto, "free", "of the process group; auto: nccl on CUDA, gloo elsewhere")
-    threads: int | str = setting("auto", "free", "CPU threads a process, or auto = cores / processes of this machine")
+    nproc_per_node: int | str = setting(
+        MISSING, "free", "processes a machine, or auto = what the launcher says"
+    )
+    device: str = setting(
+        "auto", "free", "auto, cpu, cuda, cuda:N or mps; auto takes an accelerator if there is one"
+    )
+    backend: Backend = setting(
+        Backend.auto, "free", "of the process group; auto: nccl on CUDA, gloo elsewhere"
+    )
+    threads: int | str = setting(
+        "auto", "free", "CPU threads a process, or auto = cores / processes of this machine"
+    )
     timeout_seconds: int = setting(300, "free", "deadline of a collective, in seconds")
     init_timeout_seconds: int = setting(120, "free", "deadline for all ranks to meet, in seconds")
 
@@ -83,14 +91,18 @@ class Strategy:
 class Train:
     """The optimizer steps."""
 
-    global_batch_size: int = setting(64, "ask", "samples of one optimizer step, over all ranks and microbatches")
+    global_batch_size: int = setting(
+        64, "ask", "samples of one optimizer step, over all ranks and microbatches"
+    )
     accumulation_steps: int = setting(1, "free", "microbatches a step on each rank; the global batch stays")
     max_epochs: int | None = setting(None, "free", "end after so many epochs; null = no such limit")
     max_steps: int | None = setting(None, "free", "end after so many optimizer steps; null = no such limit")
     drop_last: bool = setting(False, "fixed", "leave out the last, smaller batch of an epoch")
     clip_norm: float | None = setting(None, "ask", "largest 2-norm of the gradient; null = no clipping")
     precision: Precision = setting(Precision.fp32, "ask", "fp32, fp64, or bf16 and fp16 by autocast")
-    nonfinite: NonFinite = setting(NonFinite["raise"], "free", "a step with inf or NaN gradients: raise ends the run, skip leaves it out")
+    nonfinite: NonFinite = setting(
+        NonFinite["raise"], "free", "a step with inf or NaN gradients: raise ends the run, skip leaves it out"
+    )
     no_weight_decay: list[str] = field(
         default_factory=lambda: ["*bias", "*norm*", "*Norm*"],
         metadata={
@@ -98,7 +110,9 @@ class Train:
             "help": "patterns of parameters without weight decay, on model.path.name and on Class.name",
         },
     )
-    ema_decay: float | None = setting(None, "ask", "moving average of the weights, used by evaluations; null = off")
+    ema_decay: float | None = setting(
+        None, "ask", "moving average of the weights, used by evaluations; null = off"
+    )
     early_stop_patience: int | None = setting(
         None, "ask", "end after so many evaluations in a row without a better checkpoint.metric; null = off"
     )
@@ -111,10 +125,14 @@ class Train:
 class Eval:
     """The validation part, each sample once, on all ranks."""
 
-    every_steps: int | None = setting(None, "ask", "evaluate every so many optimizer steps; null = not by steps")
+    every_steps: int | None = setting(
+        None, "ask", "evaluate every so many optimizer steps; null = not by steps"
+    )
     every_epochs: int | None = setting(1, "ask", "evaluate every so many epochs; null = not by epochs")
     microbatch_size: int = setting(256, "free", "samples of one forward pass on one device")
-    weights: Weights = setting(Weights.best, "free", "eval_only=true takes the best or the last weights of the run")
+    weights: Weights = setting(
+        Weights.best, "free", "eval_only=true takes the best or the last weights of the run"
+    )
     test: bool = setting(True, "free", "evaluate the test part once at the end, from the best weights")
 
 
@@ -122,7 +140,9 @@ class Eval:
 class Checkpoint:
     """When a step is saved, and what is kept."""
 
-    every_steps: int | None = setting(None, "free", "save every so many steps; null = with best and at the end only")
+    every_steps: int | None = setting(
+        None, "free", "save every so many steps; null = with best and at the end only"
+    )
     keep_last: int = setting(2, "free", "newest checkpoints kept; the best one is always kept")
     metric: str = setting("loss", "ask", "what makes a checkpoint the best: a metric of the validation part")
     metric_mode: MetricMode = setting(MetricMode.min, "ask", "min: smaller is better; max: larger is better")
@@ -143,7 +163,9 @@ class Resume:
     """Continuing a run. Set by `--continue DIR`, or by naming an existing run with run_id=NAME."""
 
     run: str | None = setting(None, "free", "folder of the run to continue; set by --continue DIR")
-    allow: list[str] = setting(list, "free", "settings with the rule 'ask' that may differ from the saved run")
+    allow: list[str] = setting(
+        list, "free", "settings with the rule 'ask' that may differ from the saved run"
+    )
 
 
 @dataclass
@@ -153,9 +175,13 @@ class Config:
     name: str = setting(MISSING, "free", "first folder below outputs/")
     run_id: str | None = setting(None, "free", "folder below the name; null = the time of the start")
     seed: int = setting(0, "fixed", "all randomness follows from it; 0 is a seed like any other")
-    eval_only: bool = setting(False, "free", "no training: evaluate weights (with --from-run DIR or init_from=PATH)")
+    eval_only: bool = setting(
+        False, "free", "no training: evaluate weights (with --from-run DIR or init_from=PATH)"
+    )
     from_run: str | None = setting(None, "free", "the run whose settings were taken; set by --from-run DIR")
-    init_from: str | None = setting(None, "fixed", "start from the weights of a run folder, checkpoint or file")
+    init_from: str | None = setting(
+        None, "fixed", "start from the weights of a run folder, checkpoint or file"
+    )
     mode: Mode = setting(Mode, "free", "where it runs")
     strategy: Strategy = setting(Strategy, "free", "how the model is laid over ranks")
     train: Train = setting(Train, "free", "the optimizer steps")

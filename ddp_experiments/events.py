@@ -45,6 +45,12 @@ class Appender:
                 self.failing = True
                 self.on_error(error)
 
+    def finish_line(self) -> None:
+        """End the half line that a killed start may have left, so that the next record stands by itself."""
+        content = self.path.read_bytes()[-1:]
+        if content not in (b"", b"\n"):
+            self.write(b"\n")
+
     def _append(self, record: bytes) -> None:
         start = os.fstat(self.handle).st_size
         try:
@@ -110,7 +116,9 @@ def read_scalars(folder: Path) -> dict[str, dict[int, float]]:
             for value in event.summary.value:
                 kind = value.metadata.plugin_data.plugin_name
                 if kind in ("", "scalars") and value.HasField("tensor"):
-                    found.setdefault(value.tag, {})[event.step] = float(tensor_util.make_ndarray(value.tensor).item())
+                    found.setdefault(value.tag, {})[event.step] = float(
+                        tensor_util.make_ndarray(value.tensor).item()
+                    )
     return found
 
 

@@ -74,7 +74,9 @@ class Place:
     watch: Watch
 
 
-def train_and_test(config: Config, saved: Mapping[str, Any], what: "What", place: Place, checkpoint: Path | None) -> float | None:
+def train_and_test(
+    config: Config, saved: Mapping[str, Any], what: "What", place: Place, checkpoint: Path | None
+) -> float | None:
     """Train from where the run stands, then evaluate the test part from the best weights.
 
     Nothing of it outlives the function: the group can't be closed while DDP holds it. Collective: all ranks must call.
@@ -82,6 +84,7 @@ def train_and_test(config: Config, saved: Mapping[str, Any], what: "What", place
     folder, progress, world, state = place.folder, place.progress, place.world, place.progress.state
     batches = what.batches(config, world)
     total_steps = state.step + steps_left(config, batches, state)
+    nothing_new = progress.was_done and total_steps == state.step
     with tracked(config, saved, place, total_steps) as tracker:
         parts = make_parts(config, what, world, total_steps)
         evaluators = what.evaluators(config, parts)
@@ -105,8 +108,10 @@ def train_and_test(config: Config, saved: Mapping[str, Any], what: "What", place
         recorder.finish()
         if stop is not None:
             progress.stopped(stop)
-        if "test" in evaluators and not progress.was_done:
-            copy_into(weights_in(checkpoint_of(folder.folder, "best")), model_tensors(parts.module), "the best step")
+        if "test" in evaluators and not nothing_new:
+            copy_into(
+                weights_in(checkpoint_of(folder.folder, "best")), model_tensors(parts.module), "the best step"
+            )
             parts.ema = None  # the averages are in the weights now
             tracker.log_evaluation(state, evaluators["test"](), "test")
         progress.done(closing_lines(config, folder, state))
@@ -199,7 +204,9 @@ def make_splits(config: Config) -> Splits:
         return splits
     if not targets.takes(config.data, "data", "split") or "split" in config.data:
         return Splits(targets.build(config.data, "data"))
-    return Splits(*(targets.build({**config.data, "split": s}, "data") for s in ("train", "validation", "test")))
+    return Splits(
+        *(targets.build({**config.data, "split": s}, "data") for s in ("train", "validation", "test"))
+    )
 
 
 def dtype_of(config: Config) -> torch.dtype:
@@ -263,7 +270,9 @@ def _evaluator(config: Config, parts: Parts, data: Dataset[Any]) -> Callable[[],
             num_workers=config.train.num_workers,
         )
         with parts.ema.in_place() if parts.ema is not None else nullcontext():
-            metrics, count = evaluate(parts.module, parts.task, microbatches, world=world, autocast=parts.autocast)
+            metrics, count = evaluate(
+                parts.module, parts.task, microbatches, world=world, autocast=parts.autocast
+            )
         assert count == len(data), f"evaluated {count} of {len(data)} samples"  # type: ignore[arg-type]
         return metrics
 
@@ -313,7 +322,9 @@ def read_state(checkpoint: Path | None, length: int) -> State:
         return State()
     saved = directories.read_json(checkpoint / "state.json")
     if saved["data_length"] != length:
-        raise Refused(f"{checkpoint} was trained on {saved['data_length']} samples, but data has {length}; start a new run")
+        raise Refused(
+            f"{checkpoint} was trained on {saved['data_length']} samples, but data has {length}; start a new run"
+        )
     state = State(**saved["state"])
     state.best_value = None if state.best_value is None else float(state.best_value)
     return state
@@ -323,22 +334,32 @@ def restore(parts: Parts, checkpoint: Path, state: State) -> None:
     """Give the parts what they had learnt. The schedule is not read but walked: it follows from config and step."""
     saved = directories.read_json(checkpoint / "state.json")
     copy_into(directories.tensors(checkpoint, "model"), model_tensors(parts.module), str(checkpoint))
-    restore_optimizer(parts.module, parts.optimizer, directories.tensors(checkpoint, "optimizer"), saved["optimizer"])
+    restore_optimizer(
+        parts.module, parts.optimizer, directories.tensors(checkpoint, "optimizer"), saved["optimizer"]
+    )
     if parts.ema is not None:
         averages = directories.tensors(checkpoint, "ema")
-        copy_into(averages or {k: p.detach() for k, p in parts.ema.parameters.items()}, parts.ema.average, str(checkpoint))
+        copy_into(
+            averages or {k: p.detach() for k, p in parts.ema.parameters.items()},
+            parts.ema.average,
+            str(checkpoint),
+        )
     if parts.scaler is not None and saved["scaler"] is not None:
         parts.scaler.load_state_dict(saved["scaler"])
     elif parts.scaler is not None:
         logger.warning("%s has no loss scale of fp16; starting from the first one", checkpoint)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")  # we walk it on purpose
+        warnings.filterwarnings(
+            "ignore", message="Detected call of `lr_scheduler.step"
+        )  # we walk it on purpose
         for _ in range(state.step):
             parts.scheduler.step()
     here = {"world_size": parts.world.world_size, "threads": parts.world.threads}
     for key, now in here.items():
         if saved[key] != now and parts.world.is_rank0:
-            logger.warning("%s was %s, now %s: the same experiment, but no longer bit for bit", key, saved[key], now)
+            logger.warning(
+                "%s was %s, now %s: the same experiment, but no longer bit for bit", key, saved[key], now
+            )
 
 
 # ---- recording
@@ -372,7 +393,11 @@ class Recorder:
             kinds["ema"] = parts.ema.average
         best = None
         if state.best_step is not None:
-            best = {"step": state.best_step, "metric": self.config.checkpoint.metric, "value": state.best_value}
+            best = {
+                "step": state.best_step,
+                "metric": self.config.checkpoint.metric,
+                "value": state.best_value,
+            }
         self.writer.save(
             state.step,
             kinds,
@@ -435,11 +460,15 @@ class Progress:
         return f"python train.py --continue {shlex.quote(str(self.folder.folder))}"
 
     def failed(self, error: BaseException) -> None:
-        self.folder.status("failed", step=self.state.step, reason=f"{type(error).__name__}: {error}", exit_code=Exit.FAILED)
+        self.folder.status(
+            "failed", step=self.state.step, reason=f"{type(error).__name__}: {error}", exit_code=Exit.FAILED
+        )
         saved = directories.steps(self.folder.folder / "checkpoints")
         last = f"last checkpoint {saved[-1][1]}, go on with: {self.go_on()}" if saved else "no checkpoint yet"
         where = f"{socket.gethostname()}, step {self.state.step}"
-        error.add_note(f"{type(error).__name__} on {where}: {str(error).splitlines()[0] if str(error) else ''}; {last}")
+        error.add_note(
+            f"{type(error).__name__} on {where}: {str(error).splitlines()[0] if str(error) else ''}; {last}"
+        )
 
 
 @contextmanager
@@ -468,7 +497,9 @@ def tracked(config: Config, saved: Mapping[str, Any], place: Place, total_steps:
     try:
         if world.is_rank0:
             where = {"world_size": world.world_size, "device": str(world.device), "threads": world.threads}
-            tracker.describe(saved, identity.record_start(place.folder, overrides=saved_overrides(), world=where))
+            tracker.describe(
+                saved, identity.record_start(place.folder, overrides=saved_overrides(), world=where)
+            )
         yield tracker
         succeeded = True
     finally:

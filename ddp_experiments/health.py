@@ -11,7 +11,11 @@ from ddp_experiments.errors import Exit
 from ddp_experiments.metrics import Sums
 from ddp_experiments.world import World
 
-STOP_SIGNALS = {signal.SIGINT: Exit.INTERRUPTED, signal.SIGTERM: Exit.PREEMPTED, signal.SIGUSR1: Exit.PREEMPTED}
+STOP_SIGNALS = {
+    signal.SIGINT: Exit.INTERRUPTED,
+    signal.SIGTERM: Exit.PREEMPTED,
+    signal.SIGUSR1: Exit.PREEMPTED,
+}
 PACE_SECONDS = 2.0
 LONGEST_PACE = 1000  # steps
 
@@ -63,12 +67,20 @@ class Watch:
     def tell(self, sums: Sums, step: int, *, failed: bool, nonfinite: bool) -> None:
         """Add this rank's flags to the sums that are about to be reduced."""
         seconds = (time.monotonic() - self.last_time) / max(1, step - self.last_step)
-        mine = {"interrupted": self.request.exit_code is Exit.INTERRUPTED, "stop": self.request.exit_code is not None}
+        mine = {
+            "interrupted": self.request.exit_code is Exit.INTERRUPTED,
+            "stop": self.request.exit_code is not None,
+        }
         sums.add({f"flag/{k}": float(v) for k, v in mine.items()})
         sums.add({"flag/seconds": seconds / self.world.world_size})
         for rank in range(self.world.world_size):
             here = rank == self.world.rank
-            sums.add({f"flag/failed/{rank}": float(failed and here), f"flag/nonfinite/{rank}": float(nonfinite and here)})
+            sums.add(
+                {
+                    f"flag/failed/{rank}": float(failed and here),
+                    f"flag/nonfinite/{rank}": float(nonfinite and here),
+                }
+            )
 
     def read(self, reduced: Mapping[str, float], step: int) -> Verdict:
         """The common verdict, and the next paced point, from the reduced sums."""

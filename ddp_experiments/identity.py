@@ -76,10 +76,14 @@ def load_config(folder: Path) -> dict[str, Any]:
         node = OmegaConf.load(folder / "config.yaml")
     except (OSError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or f"not readable: {error}".splitlines()[0]
-        raise Refused(f"{folder / 'config.yaml'}: {reason}; give the folder of a run, outputs/NAME/RUN") from None
+        raise Refused(
+            f"{folder / 'config.yaml'}: {reason}; give the folder of a run, outputs/NAME/RUN"
+        ) from None
     saved = OmegaConf.to_container(node, resolve=False)
     if not isinstance(saved, dict):
-        raise Refused(f"{folder / 'config.yaml'} holds no settings; give the folder of a run, outputs/NAME/RUN")
+        raise Refused(
+            f"{folder / 'config.yaml'} holds no settings; give the folder of a run, outputs/NAME/RUN"
+        )
     return {str(k): v for k, v in saved.items()}
 
 
@@ -99,7 +103,9 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], horizon: bool) -> li
     return [(k, before.get(k), after.get(k), resume_rule(k, horizon)) for k in keys]
 
 
-def check_changes(folder: Path, saved: Mapping[str, Any], allow: Sequence[str], horizon: bool) -> list[tuple[str, Any, Any, str]]:
+def check_changes(
+    folder: Path, saved: Mapping[str, Any], allow: Sequence[str], horizon: bool
+) -> list[tuple[str, Any, Any, str]]:
     """The settings that differ from the run's own, if each may.
 
     Raises:
@@ -109,9 +115,13 @@ def check_changes(folder: Path, saved: Mapping[str, Any], allow: Sequence[str], 
     faults = []
     for key, old, new, rule in found:
         if rule == "fixed":
-            faults.append(f"{key}: {folder} has {old}, now {new}; it is fixed for a run: leave it, or start a new run")
+            faults.append(
+                f"{key}: {folder} has {old}, now {new}; it is fixed for a run: leave it, or start a new run"
+            )
         elif rule == "ask" and not any(key == a or key.startswith(f"{a}.") for a in allow):
-            faults.append(f"{key}: {folder} has {old}, now {new}; add 'resume.allow=[{key}]' to change it on the way")
+            faults.append(
+                f"{key}: {folder} has {old}, now {new}; add 'resume.allow=[{key}]' to change it on the way"
+            )
     if faults:
         raise Refused(*faults)
     return found
@@ -150,7 +160,10 @@ class Lock:
     def _write(self, file: IO[str], counter: int) -> None:
         file.truncate(0)
         host, pid = socket.gethostname(), os.getpid()
-        json.dump({"token": self.token, "host": host, "pid": pid, "started": _start_time(pid), "counter": counter}, file)
+        json.dump(
+            {"token": self.token, "host": host, "pid": pid, "started": _start_time(pid), "counter": counter},
+            file,
+        )
         file.flush()
 
     @staticmethod
@@ -236,11 +249,22 @@ class Run:
         if self.writer:
             now = datetime.now(UTC).isoformat(timespec="seconds")
             body = {"state": state, "step": step, "reason": reason, "exit_code": exit_code}
-            write_json(self.folder / "status.json", {**body, "host": socket.gethostname(), "pid": os.getpid(), "time": now})
+            write_json(
+                self.folder / "status.json",
+                {**body, "host": socket.gethostname(), "pid": os.getpid(), "time": now},
+            )
 
 
 @contextmanager
-def claim(config: Config, saved: Mapping[str, Any], agreement: Agreement, *, rank: int, job: Path | None, horizon: bool) -> Iterator[Run]:
+def claim(
+    config: Config,
+    saved: Mapping[str, Any],
+    agreement: Agreement,
+    *,
+    rank: int,
+    job: Path | None,
+    horizon: bool,
+) -> Iterator[Run]:
     """The folder of this run, made or continued, locked while the block runs. All ranks must call.
 
     Args:
@@ -358,7 +382,9 @@ def _git() -> tuple[str | None, bytes]:
     here = Path(__file__).resolve().parent
 
     def git(*words: str) -> bytes:
-        return subprocess.run(["git", "-C", str(here), *words], capture_output=True, check=True, timeout=20).stdout
+        return subprocess.run(
+            ["git", "-C", str(here), *words], capture_output=True, check=True, timeout=20
+        ).stdout
 
     try:
         commit, patch = git("rev-parse", "HEAD").decode().strip(), git("diff", "HEAD")

@@ -2,13 +2,14 @@
 
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ddp_experiments.config import OPEN_GROUPS, Config, Mode, ModeName
-from ddp_experiments.environment import Environment, read
-from ddp_experiments.errors import Stopped
+from ddp_experiments.environment import Environment, first_on_machine, read
+from ddp_experiments.errors import Exit, NoUsableCheckpoint, Refused, Stopped
 
 
 def command(mode: Mode, extra: tuple[str, ...] = ()) -> str:
@@ -66,7 +67,10 @@ def target_faults(config: Config, environment: Environment | None = None) -> lis
             said.append(str(error))
     if said:
         return said
-    if config.train.precision is Precision.fp16 and world.choose_device(config.mode, environment).type == "cpu":
+    if (
+        config.train.precision is Precision.fp16
+        and world.choose_device(config.mode, environment).type == "cpu"
+    ):
         said.append("train.precision=fp16 is 10 times slower than fp32 on a CPU; try train.precision=bf16")
     metrics = targets.of_kind(config.task["_target_"], "task").metrics
     if config.checkpoint.metric not in metrics:
@@ -74,17 +78,43 @@ def target_faults(config: Config, environment: Environment | None = None) -> lis
     return said
 
 
-def run(config: Config, saved: Mapping[str, Any], job: Path | None) -> float | None:
-    """Run the experiment as this process's rank."""
-    environment = read()
-    from ddp_experiments import experiment
+def refuse(said: Iterable[str]) -> NoReturn:
+    """Print every fault once on each machine, and leave with exit code 2."""
+    if first_on_machine():
+        lines = ["Refused before anything was started:", *(f"  - {s}" for s in dict.fromkeys(said))]
+        print("\n".join(lines), file=sys.stderr, flush=True)
+    sys.exit(Exit.REFUSED)
 
-    if not environment.launched:
-        return experiment.run(config, saved, environment, job)
+
+def run(config: Config, saved: Mapping[str, Any], job: Path | None) -> float | None:
+    """Run the experiment as this process's rank; print what ended it, and leave with the exit code that says so.
+
+    A job of a sweep raises instead, since Hydra counts it as failed and goes on.
+    """
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    from ddp_experiments import experiment
+
+    environment = read()
+    work = (
+        record(experiment.run) if environment.launched else experiment.run
+    )  # torchrun shows the first traceback
     try:
-        value: float | None = record(experiment.run)(config, saved, environment, job)
+        value: float | None = work(config, saved, environment, job)
+        return value
     except Stopped:
-        raise SystemExit(0) from None  # the launcher would start any other code anew; status.json tells
-    return value
+        if environment.launched:
+            raise SystemExit(
+                Exit.DONE
+            ) from None  # torchrun would start any other code anew; status.json tells
+        raise
+    except Exception as error:
+        if job is not None:
+            raise
+        if isinstance(error, Refused):
+            refuse(error.faults)
+        if isinstance(error, NoUsableCheckpoint):
+            print(error, file=sys.stderr, flush=True)
+            sys.exit(Exit.NO_CHECKPOINT)
+        traceback.print_exc()  # its note is the last line: cause, host, step, last checkpoint, what to type
+        sys.exit(Exit.FAILED)

@@ -1,11 +1,11 @@
 """The loop: train, train_step, evaluate. Plain functions; no Hydra, no paths, no environment.
 
-    for each global batch:
-        forward and backward of every microbatch    (one reduction of the gradients, in the last backward)
-        clip, check, optimizer step, scheduler step
-        at log points and paced points: one packed reduction of sums and flags (the only host sync)
-        at evaluations: metrics over all ranks, best step, patience
-        at saves: a checkpoint
+for each global batch:
+    forward and backward of every microbatch    (one reduction of the gradients, in the last backward)
+    clip, check, optimizer step, scheduler step
+    at log points and paced points: one packed reduction of sums and flags (the only host sync)
+    at evaluations: metrics over all ranks, best step, patience
+    at saves: a checkpoint
 """
 
 import logging
@@ -173,7 +173,10 @@ def train(
         batch = next(stream)
         waited += time.perf_counter() - before
         step = state.step + 1
-        logs, evaluates = step % log_every == 0, evaluation is not None and evaluates_at(step, batch, total_steps, config)
+        logs, evaluates = (
+            step % log_every == 0,
+            evaluation is not None and evaluates_at(step, batch, total_steps, config),
+        )
         saves = step == total_steps or (save_every is not None and step % save_every == 0)
         pauses = logs or evaluates or saves or watch.due(step)
         sums = Sums(parts.world.device) if pauses else None
@@ -196,7 +199,18 @@ def train(
         verdict = watch.read(reduced, step)
         if logs:
             now = time.perf_counter()
-            recorder.log(point_of(state, batch, reduced, parts.task, lr, norm, (now - started) / log_every, waited / (now - started)))
+            recorder.log(
+                point_of(
+                    state,
+                    batch,
+                    reduced,
+                    parts.task,
+                    lr,
+                    norm,
+                    (now - started) / log_every,
+                    waited / (now - started),
+                )
+            )
             started, waited = now, 0.0
         heed(verdict, bad_steps, state, sticky=parts.guard.sticky)
         stop = verdict.stop
@@ -263,7 +277,9 @@ def heed(verdict: Verdict, bad_steps: int, state: State, *, sticky: bool) -> Non
         )
     if bad_steps:
         state.skipped_steps += bad_steps
-        logger.warning("%d step(s) up to step %d left out: infinite or NaN gradients (%s)", bad_steps, state.step, whose)
+        logger.warning(
+            "%d step(s) up to step %d left out: infinite or NaN gradients (%s)", bad_steps, state.step, whose
+        )
     if verdict.failed_ranks:
         raise RuntimeError(f"rank {', '.join(map(str, verdict.failed_ranks))} could not write a checkpoint")
 
@@ -283,7 +299,12 @@ def improves(state: State, value: float, config: Checkpoint) -> bool:
 
 @torch.no_grad()
 def evaluate(
-    module: nn.Module, task: Task, microbatches: Iterable[Microbatch], *, world: World, autocast: AbstractContextManager[object]
+    module: nn.Module,
+    task: Task,
+    microbatches: Iterable[Microbatch],
+    *,
+    world: World,
+    autocast: AbstractContextManager[object],
 ) -> tuple[dict[str, float], int]:
     """Metrics of a part of the data, each sample counted once, and their number.
 
@@ -296,7 +317,9 @@ def evaluate(
             outputs = task.forward(module, inputs)
             loss_B = task.loss_B(outputs, targets).to(sums.dtype)
         weight = torch.ones_like(loss_B) if weight_B is None else weight_B
-        sums.add({"loss": (loss_B * weight).sum(), "count": weight.sum(), **task.sums(outputs, targets, weight_B)})
+        sums.add(
+            {"loss": (loss_B * weight).sum(), "count": weight.sum(), **task.sums(outputs, targets, weight_B)}
+        )
     module.train()
     reduced = sums.reduce(world)  # host sync
     count = round(reduced.pop("count"))

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 
-def parameter_groups(model: nn.Module, optimizer: Mapping[str, Any], without: Sequence[str]) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module, optimizer: Mapping[str, Any], without: Sequence[str]
+) -> list[dict[str, Any]]:
     """Group the trainable parameters: those that match a pattern get no weight decay.
 
     Args:
@@ -43,7 +45,15 @@ class FiniteGuard:
     With `sticky`, no later step is taken either: the weights stay those of the last good step.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, device: torch.device, *, sticky: bool, scaled: bool) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        *,
+        sticky: bool,
+        scaled: bool,
+    ) -> None:
         self.parameters, self.optimizer, self.sticky = parameters, optimizer, sticky
         self.found = torch.zeros((), device=device)
         self.one = torch.ones((), device=device)
@@ -143,7 +153,11 @@ class WarmupCosine(LambdaLR):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, total_steps: int, warmup_steps: int = 0, min_factor: float = 0.0
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_steps: int,
+        warmup_steps: int = 0,
+        min_factor: float = 0.0,
     ) -> None:
         if warmup_steps < 0:
             raise ValueError(f"scheduler.warmup_steps={warmup_steps} must be at least 0")

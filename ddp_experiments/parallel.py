@@ -15,7 +15,11 @@ from ddp_experiments.tasks import Task
 from ddp_experiments.world import World
 
 # The argument's name since torch 2.13, and before.
-BUFFERS = next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in signature(DistributedDataParallel).parameters)
+BUFFERS = next(
+    n
+    for n in ("forward_sync_buffers", "broadcast_buffers")
+    if n in signature(DistributedDataParallel).parameters
+)
 
 
 def check_batch_statistics(model: nn.Module, smallest_share: int) -> None:
@@ -47,7 +51,9 @@ def lay_out(module: nn.Module, world: World) -> nn.Module:
     )
 
 
-def settle(model: nn.Module, task: Task, microbatches: Iterable[Microbatch], autocast: AbstractContextManager[object]) -> None:
+def settle(
+    model: nn.Module, task: Task, microbatches: Iterable[Microbatch], autocast: AbstractContextManager[object]
+) -> None:
     """Two throw-away passes: DDP rebuilds its buckets at its second forward, and that changes the order of sums.
 
     Fresh and continued runs both do them, so that from three ranks on they stay bitwise equal. Parameters, gradients

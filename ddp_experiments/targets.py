@@ -83,7 +83,9 @@ def resolve(name: object, key: str) -> Any:
         if not hasattr(found, part):
             names = [k for k, v in vars(found).items() if inspect.isclass(v) or inspect.isfunction(v)]
             close = get_close_matches(part, names, 1)
-            raise ValueError(wanted + f"no {part!r} in {found.__name__}" + (f"; did you mean {close[0]}?" if close else ""))
+            raise ValueError(
+                wanted + f"no {part!r} in {found.__name__}" + (f"; did you mean {close[0]}?" if close else "")
+            )
         found = getattr(found, part)
     defined_in = str(getattr(found, "__module__", "builtins"))
     if not is_trusted(defined_in.split(".")[0]):
@@ -107,7 +109,9 @@ def of_kind(name: object, group: str) -> Any:
     made = made_by(target)
     if not (inspect.isclass(made) and issubclass(made, wanted)) or made in wanted and inspect.isclass(target):
         names = " or ".join(k.__name__ for k in wanted)
-        raise ValueError(f"{group}._target_={name}: want a {names} class, or a function annotated to return one")
+        raise ValueError(
+            f"{group}._target_={name}: want a {names} class, or a function annotated to return one"
+        )
     return target
 
 
@@ -120,11 +124,15 @@ def part_of(name: object, key: str) -> Any:
     made, module = made_by(target), str(target.__module__)
     plain = module.startswith("torchvision.transforms") or module.split(".")[0] not in LIBRARIES
     if not inspect.isclass(made) or not (issubclass(made, torch.nn.Module | Dataset) or plain):
-        raise ValueError(f"{key}._target_={name}: want a module, a data set or a transform inside another target")
+        raise ValueError(
+            f"{key}._target_={name}: want a module, a data set or a transform inside another target"
+        )
     return target
 
 
-def arguments(node: Mapping[str, Any], target: Any, key: str, filled_in: frozenset[str] | set[str]) -> dict[str, Any]:
+def arguments(
+    node: Mapping[str, Any], target: Any, key: str, filled_in: frozenset[str] | set[str]
+) -> dict[str, Any]:
     """The keyword arguments of a node, checked against the target's signature; makes nothing.
 
     Raises:
@@ -145,7 +153,9 @@ def arguments(node: Mapping[str, Any], target: Any, key: str, filled_in: frozens
             allowed = [n for n in names if n not in filled_in]
             close = get_close_matches(name, allowed, 1)
             hint = f"did you mean {key}.{close[0]}? " if close else ""
-            raise ValueError(f"{key}.{name}: {called} has no such argument; {hint}allowed: {', '.join(allowed)}")
+            raise ValueError(
+                f"{key}.{name}: {called} has no such argument; {hint}allowed: {', '.join(allowed)}"
+            )
         if not is_nested(value) and not fits(value, hints.get(name, Any)):
             hint_name = getattr(hints[name], "__name__", str(hints[name]))
             raise ValueError(f"{key}.{name}={value!r}: {called} wants {hint_name}")
@@ -164,7 +174,9 @@ def check(node: object, group: str) -> None:
         ValueError: in one line, with the key and what is allowed.
     """
     if not isinstance(node, Mapping) or "_target_" not in node:
-        raise ValueError(f"{group}={node!r} is no option and has no _target_; choose an option, e.g. {group}=NAME")
+        raise ValueError(
+            f"{group}={node!r} is no option and has no _target_; choose an option, e.g. {group}=NAME"
+        )
     target = of_kind(node["_target_"], group)
     for path, part in nested(arguments(node, target, group, FILLED_IN.get(group, set())), group):
         arguments(part, part_of(part["_target_"], path), path, set())
@@ -212,7 +224,9 @@ def _make(value: Any, path: str) -> Any:
         if "_target_" not in value:
             return {k: _make(v, f"{path}.{k}") for k, v in value.items()}
         target = part_of(value["_target_"], path)
-        return target(**{k: _make(v, f"{path}.{k}") for k, v in arguments(value, target, path, set()).items()})
+        return target(
+            **{k: _make(v, f"{path}.{k}") for k, v in arguments(value, target, path, set()).items()}
+        )
     if isinstance(value, list | tuple):
         return [_make(v, f"{path}.{i}") for i, v in enumerate(value)]
     return value

@@ -64,7 +64,9 @@ class Regression(Task):
 
     def loss_B(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.shape != targets.shape:
-            raise ValueError(f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} differ in shape")
+            raise ValueError(
+                f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)} differ in shape"
+            )
         return (outputs - targets).square().flatten(1).mean(1)
 
     def sums(self, outputs: Tensor, targets: Tensor, weight_B: Tensor | None) -> dict[str, Tensor]:

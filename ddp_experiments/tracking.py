@@ -8,6 +8,7 @@ import logging
 import math
 import resource
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,19 @@ from ddp_experiments.loop import Point, State
 from ddp_experiments.world import World
 
 logger = logging.getLogger("ddp_experiments")
-PLACE = ("name", "run_id", "from_run", "init_from", "eval_only", "mode", "strategy", "eval", "checkpoint", "log", "resume")
+PLACE = (
+    "name",
+    "run_id",
+    "from_run",
+    "init_from",
+    "eval_only",
+    "mode",
+    "strategy",
+    "eval",
+    "checkpoint",
+    "log",
+    "resume",
+)
 
 
 # ---- log lines
@@ -45,7 +58,9 @@ class _File(logging.Handler):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.file = Appender(path, lambda error: print(f"can't write {path}: {error.strerror}; going on", file=sys.stderr))
+        self.file = Appender(
+            path, lambda error: print(f"can't write {path}: {error.strerror}; going on", file=sys.stderr)
+        )
 
     def emit(self, record: logging.LogRecord) -> None:
         self.file.write(f"{self.format(record)}\n".encode())
@@ -97,6 +112,7 @@ class Tracker:
             return
         self.lines = Appender(run.folder / "metrics.jsonl", self._warn)
         if run.continued:
+            self.lines.finish_line()
             self._line({"continued_from": step})
         if config.log.tensorboard:
             self.events = EventWriter(run.folder, self._warn, first_step=step + 1)
@@ -104,7 +120,11 @@ class Tracker:
             self.bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, leave=False)
 
     def _warn(self, error: OSError) -> None:
-        logger.warning("can't write to %s: %s; training goes on, points are kept for later", self.run.folder, error.strerror)
+        logger.warning(
+            "can't write to %s: %s; training goes on, points are kept for later",
+            self.run.folder,
+            error.strerror,
+        )
 
     def _line(self, values: Mapping[str, Any]) -> None:
         assert self.lines is not None
@@ -132,7 +152,9 @@ class Tracker:
         }
         for tag, body in tabs.items():
             self.events.summary(text(tag, body))
-        self.events.summary(custom_scalars({"loss": {"train and eval": ["Multiline", ["train/loss", "eval/loss"]]}}))
+        self.events.summary(
+            custom_scalars({"loss": {"train and eval": ["Multiline", ["train/loss", "eval/loss"]]}})
+        )
         self.events.summary(session_start(hyperparameters(saved)))
 
     def log(self, point: Point) -> None:
@@ -164,7 +186,8 @@ class Tracker:
             values[f"best/{self.config.checkpoint.metric}"] = state.best_value
             best = "  (best so far)" if state.best_step == state.step else ""
         self.scalars(values, state, state.epoch)
-        logger.info("step %d/%d  %s: %s%s", state.step, self.total_steps, part, words(metrics), best)
+        where = f"step {state.step}/{self.total_steps}  " if self.total_steps else ""
+        logger.info("%s%s: %s%s", where, part, words(metrics), best)
 
     def close(self, *, succeeded: bool) -> None:
         if self.bar is not None:
@@ -194,14 +217,14 @@ def memory_mib(device: torch.device) -> float:
 def hyperparameters(saved: Mapping[str, Any]) -> dict[str, bool | float | str]:
     """The settings that say what is trained, flat; lists as text, nulls left out."""
     what = {k: v for k, v in saved.items() if k not in PLACE}
-    plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in flat(what) if v is not None}
+    plain = {
+        k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in flat(what) if v is not None
+    }
     return {k.replace("._target_", ""): v for k, v in plain.items() if "${" not in str(v)}
 
 
 def session_start(values: Mapping[str, bool | float | str]) -> Any:
     """The summary that opens a session. No experiment summary: TensorBoard then makes the union over all runs."""
-    import time
-
     from tensorboard.plugins.hparams import metadata, plugin_data_pb2
 
     info = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
@@ -212,13 +235,13 @@ def session_start(values: Mapping[str, bool | float | str]) -> Any:
             info.hparams[key].string_value = value
         else:
             info.hparams[key].number_value = value
-    return _hparams(metadata.SESSION_START_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_start_info=info))
+    return _hparams(
+        metadata.SESSION_START_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_start_info=info)
+    )
 
 
 def session_end(succeeded: bool) -> Any:
     """The summary that closes a session."""
-    import time
-
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
     status = api_pb2.STATUS_SUCCESS if succeeded else api_pb2.STATUS_FAILURE

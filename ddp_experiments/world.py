@@ -208,7 +208,9 @@ def join(mode: Mode, environment: Environment, meeting: Meeting) -> Iterator[Wor
     """Be a rank of the world until the block ends. Collective: all ranks must call."""
     device = choose_device(mode, environment)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # before the first CUDA call, or rank 0's device gets a context of every rank
+        torch.cuda.set_device(
+            device
+        )  # before the first CUDA call, or rank 0's device gets a context of every rank
     threads = choose_threads(mode, environment)
     torch.set_num_threads(threads)
     backend = None

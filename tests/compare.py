@@ -20,7 +20,11 @@ def last(folder: Path) -> Path:
 
 def weights(folder: Path, *kinds: str) -> dict[str, Tensor]:
     """Everything learnt, from the newest checkpoint: model, optimizer and averages."""
-    return {f"{k}/{n}": t for k in kinds or ("model", "optimizer", "ema") for n, t in directories.tensors(last(folder), k).items()}
+    return {
+        f"{k}/{n}": t
+        for k in kinds or ("model", "optimizer", "ema")
+        for n, t in directories.tensors(last(folder), k).items()
+    }
 
 
 def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
@@ -33,7 +37,10 @@ def assert_bitwise_equal(a: Path, b: Path) -> None:
     left, right = weights(a), weights(b)
     assert left.keys() == right.keys()
     assert [k for k in left if not torch.equal(left[k], right[k])] == []
-    assert directories.read_json(last(a) / "state.json")["state"] == directories.read_json(last(b) / "state.json")["state"]
+    assert (
+        directories.read_json(last(a) / "state.json")["state"]
+        == directories.read_json(last(b) / "state.json")["state"]
+    )
     assert points(a) == points(b)
 
 

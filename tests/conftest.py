@@ -34,11 +34,15 @@ def train(pool: Pool, tmp_path: Path) -> Callable[..., Result]:
 def start(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`start("train.py", ...)`: a new Python process in this test's folder; `torchrun=2` puts torchrun before it."""
 
-    def run(*words: str, torchrun: int = 0, env: dict[str, str] | None = None, timeout: int = 100) -> subprocess.CompletedProcess[str]:
+    def run(
+        *words: str, torchrun: int = 0, env: dict[str, str] | None = None, timeout: int = 100
+    ) -> subprocess.CompletedProcess[str]:
         program = [str(ROOT / w) if w == "train.py" else w for w in words]
         launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={torchrun}"] if torchrun else []
         environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER} | (env or {})
         command = [sys.executable, *launcher, *program]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=timeout)
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=timeout
+        )
 
     return run

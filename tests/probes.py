@@ -42,7 +42,9 @@ def indexed(samples: int = 40, validation: int = 23) -> Splits:
 
     def part(n: int, first: int) -> TensorData:
         generator = torch.Generator().manual_seed(mix(n, first))
-        return TensorData(torch.randn(n, 64, generator=generator), torch.arange(first, first + n).float().unsqueeze(1))
+        return TensorData(
+            torch.randn(n, 64, generator=generator), torch.arange(first, first + n).float().unsqueeze(1)
+        )
 
     return Splits(part(samples, 0), part(validation, EVALUATED) if validation else None)
 
@@ -55,7 +57,9 @@ class Recording(Regression):
 
     def sums(self, outputs: Tensor, targets: Tensor, weight_B: Tensor | None) -> dict[str, Tensor]:
         numbers = [int(t) for t in targets.flatten().tolist()]
-        real = numbers if weight_B is None else [n for n, w in zip(numbers, weight_B.tolist(), strict=True) if w]
+        real = (
+            numbers if weight_B is None else [n for n, w in zip(numbers, weight_B.tolist(), strict=True) if w]
+        )
         record("eval" if numbers[0] >= EVALUATED else "train", " ".join(map(str, real)))
         return super().sums(outputs, targets, weight_B)
 

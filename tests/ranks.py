@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR")
+LAUNCHER = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+)
 SECONDS = 60
 
 
@@ -81,7 +89,14 @@ class Pool:
             self.ranks.append(Rank())
         return self.ranks[:count]
 
-    def train(self, cwd: Path, *words: str, ranks: int = 0, env: dict[str, str] | None = None, per_rank: dict[int, dict[str, str]] | None = None) -> Result:
+    def train(
+        self,
+        cwd: Path,
+        *words: str,
+        ranks: int = 0,
+        env: dict[str, str] | None = None,
+        per_rank: dict[int, dict[str, str]] | None = None,
+    ) -> Result:
         """Run `train.py words` in `cwd`: by itself (ranks=0), or as so many ranks of one torchrun."""
         import torch.distributed as dist
 
@@ -90,7 +105,9 @@ class Pool:
         before = set(_runs(cwd))
         store = None
         if ranks:
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+            store = dist.TCPStore(
+                "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+            )
         logs = [cwd / f".console.{i}" for i in range(count)]
         for i, worker in enumerate(workers):
             variables = dict(env or {}) | (per_rank or {}).get(i, {})

@@ -9,7 +9,9 @@ from ddp_experiments.errors import Exit, NoUsableCheckpoint, Refused
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m ddp_experiments.checkpoint", description="Weights out of a run.")
+    parser = argparse.ArgumentParser(
+        prog="python -m ddp_experiments.checkpoint", description="Weights out of a run."
+    )
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("export", help="write the weights as one .safetensors file")
     command.add_argument("run", type=Path, help="folder of a run, or of one of its checkpoints")

@@ -68,11 +68,15 @@ def verify(folder: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         raise ValueError(f"{folder / 'manifest.json'} is damaged: no list of files")
     if manifest.get("format") != FORMAT:
-        raise ValueError(f"{folder} has checkpoint format {manifest.get('format')}, this version reads {FORMAT}")
+        raise ValueError(
+            f"{folder} has checkpoint format {manifest.get('format')}, this version reads {FORMAT}"
+        )
     for name, entry in manifest["files"].items():
         path = folder / name
         if Path(name).name != name or path.is_symlink():
-            raise ValueError(f"{folder / 'manifest.json'} names {name!r}, which is no plain file of the folder")
+            raise ValueError(
+                f"{folder / 'manifest.json'} names {name!r}, which is no plain file of the folder"
+            )
         if (size := path.stat().st_size) != entry["size"]:
             raise ValueError(f"{path} has {size} bytes, its manifest says {entry['size']}")
         if _hash(path) != entry["sha256"]:
@@ -168,7 +172,13 @@ class Writer:
             for left in (*root.glob("step-*.tmp"), *root.glob(".trash-*")):
                 shutil.rmtree(left)
 
-    def save(self, step: int, kinds: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], best: Mapping[str, Any] | None) -> None:
+    def save(
+        self,
+        step: int,
+        kinds: Mapping[str, Mapping[str, Tensor]],
+        state: Mapping[str, Any],
+        best: Mapping[str, Any] | None,
+    ) -> None:
         """Copy the tensors, and write them in the background. A failure shows in `error`.
 
         Args:

@@ -28,7 +28,9 @@ def checkpoint_of(run: Path, weights: Literal["best", "last"]) -> Path:
         try:
             directories.verify(found)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise NoUsableCheckpoint(f"the best checkpoint of {run} is damaged: {error}; eval.weights=last") from None
+            raise NoUsableCheckpoint(
+                f"the best checkpoint of {run} is damaged: {error}; eval.weights=last"
+            ) from None
         return found
     found = directories.newest(root)
     if found is None:
@@ -57,7 +59,9 @@ def find_weights(path: Path, weights: Literal["best", "last"] = "best") -> dict[
     if path.is_dir():
         return weights_in(checkpoint_of(path, weights))
     if not path.is_file():
-        raise Refused(f"init_from={path}: no such file or folder; give a run, a checkpoint, .safetensors or .pt")
+        raise Refused(
+            f"init_from={path}: no such file or folder; give a run, a checkpoint, .safetensors or .pt"
+        )
     try:
         found = read(path) if path.suffix == ".safetensors" else _from_pickle(path)
     except ValueError as error:
@@ -89,7 +93,9 @@ def load_weights(model: nn.Module, path: Path, weights: Literal["best", "last"] 
     """
     wanted = model_tensors(model)
     found = find_weights(path, weights)
-    floating = {k: v.to(wanted[k].dtype) if k in wanted and v.is_floating_point() else v for k, v in found.items()}
+    floating = {
+        k: v.to(wanted[k].dtype) if k in wanted and v.is_floating_point() else v for k, v in found.items()
+    }
     try:
         copy_into(floating, wanted, str(path))
     except ValueError as error:

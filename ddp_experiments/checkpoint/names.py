@@ -39,7 +39,9 @@ def strip_prefixes(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], li
     return {bare(name): t for name, t in tensors.items()}, sorted(found)
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The optimizer's state: tensors by `parameter.key`, and plain values by the same names."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
@@ -55,7 +57,10 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
 
 
 def restore_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor],
+    plain: Mapping[str, Any],
 ) -> None:
     """Give the optimizer its saved state; its groups stay as the config made them.
 

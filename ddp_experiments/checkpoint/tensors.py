@@ -43,7 +43,9 @@ class Stage:
         for name, tensor in tensors.items():
             if tensor.dtype not in NAMES:
                 raise ValueError(f"{name}: {tensor.dtype} can't be saved; allowed are {', '.join(DTYPES)}")
-        widest_first = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # keeps all aligned
+        widest_first = sorted(
+            tensors.items(), key=lambda item: (-item[1].element_size(), item[0])
+        )  # keeps all aligned
         size = sum(t.numel() * t.element_size() for t in tensors.values())
         self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         self.views: dict[str, Tensor] = {}
@@ -52,7 +54,11 @@ class Stage:
         for name, tensor in widest_first:
             end = start + tensor.numel() * tensor.element_size()
             self.views[name] = self.buffer[start:end].view(tensor.dtype).view(tensor.shape)
-            header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+            header[name] = {
+                "dtype": NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [start, end],
+            }
             start = end
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
@@ -108,14 +114,27 @@ def read(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path}: the header claims {length} bytes of a file of {len(body)}")
     try:
         header = json.loads(body[8 : 8 + length])
-        entries = {k: (DTYPES[e["dtype"]], e["shape"], *e["data_offsets"]) for k, e in header.items() if k != "__metadata__"}
+        entries = {
+            k: (DTYPES[e["dtype"]], e["shape"], *e["data_offsets"])
+            for k, e in header.items()
+            if k != "__metadata__"
+        }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: the header can't be read: {error!r}") from None
     base = 8 + length
     return {name: _view(body, base, name, *entry, path) for name, entry in entries.items()}
 
 
-def _view(body: mmap.mmap, base: int, name: str, dtype: torch.dtype, shape: list[int], start: int, end: int, path: Path) -> Tensor:
+def _view(
+    body: mmap.mmap,
+    base: int,
+    name: str,
+    dtype: torch.dtype,
+    shape: list[int],
+    start: int,
+    end: int,
+    path: Path,
+) -> Tensor:
     if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, end)):
         raise ValueError(f"{path}: {name} has a shape or place that is no number")
     count = math.prod(shape)

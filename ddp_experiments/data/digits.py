@@ -34,7 +34,9 @@ def digits(
     """
     from sklearn.datasets import load_digits  # takes a second to import
 
-    if not (0 <= validation_fraction < 1 and 0 <= test_fraction < 1 and validation_fraction + test_fraction < 1):
+    if not (
+        0 <= validation_fraction < 1 and 0 <= test_fraction < 1 and validation_fraction + test_fraction < 1
+    ):
         raise ValueError(
             f"data.validation_fraction={validation_fraction} and data.test_fraction={test_fraction} "
             "must be at least 0 and leave samples for training; try 0.15 each"

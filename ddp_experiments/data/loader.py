@@ -140,7 +140,11 @@ class Batches:
             for i in range(0, len(steps), at_once):
                 chunk = steps[i : i + at_once]
                 cuts = [(f + low, f + max(high, low + 1)) for f, n in chunk for low, high in self._padded(n)]
-                index = torch.cat([indices[a:b] for a, b in cuts]) if len(cuts) > 1 else indices[cuts[0][0] : cuts[0][1]]
+                index = (
+                    torch.cat([indices[a:b] for a, b in cuts])
+                    if len(cuts) > 1
+                    else indices[cuts[0][0] : cuts[0][1]]
+                )
                 lengths = [b - a for a, b in cuts]
                 inputs = data.inputs.index_select(0, index).split(lengths)
                 targets = data.targets.index_select(0, index).split(lengths)
@@ -154,7 +158,9 @@ class Batches:
         return [(low, high) if high > low else (min(low, size - 1),) * 2 for low, high in self._pieces(size)]
 
     def _loaded(self, dataset: Dataset[Any], epoch: int, samples: int) -> Iterator[Batch]:
-        loader = make_loader(dataset, _Keys(self, epoch, samples), seed=self.seed, device=self.device, workers=self.num_workers)
+        loader = make_loader(
+            dataset, _Keys(self, epoch, samples), seed=self.seed, device=self.device, workers=self.num_workers
+        )
         parts = (to_device(part, self.device, self.dtype) for part in loader)
         for epoch_, first, size in self._plan(epoch, samples):
             yield self._batch(parts, epoch_, first, size)
@@ -215,7 +221,9 @@ def _random_state() -> tuple[Any, ...]:
     return torch.get_rng_state().tolist(), random.getstate(), kind, keys.tolist(), rest  # type: ignore[union-attr]
 
 
-def make_loader(dataset: Dataset[Any], keys: Any, *, seed: int, device: torch.device, workers: int) -> DataLoader[Any]:
+def make_loader(
+    dataset: Dataset[Any], keys: Any, *, seed: int, device: torch.device, workers: int
+) -> DataLoader[Any]:
     """A DataLoader over lists of (epoch, index) keys."""
     return DataLoader(
         SeededItems(dataset, seed),

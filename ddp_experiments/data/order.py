@@ -33,14 +33,18 @@ def bounds(size: int, part: int, parts: int) -> tuple[int, int]:
     return size * part // parts, size * (part + 1) // parts
 
 
-def microbatch_bounds(size: int, *, rank: int, world_size: int, accumulation_steps: int) -> list[tuple[int, int]]:
+def microbatch_bounds(
+    size: int, *, rank: int, world_size: int, accumulation_steps: int
+) -> list[tuple[int, int]]:
     """Where the microbatches of a rank lie in a global batch of `size` samples; an empty one has start == end."""
     low, high = bounds(size, rank, world_size)
     pieces = (bounds(high - low, i, accumulation_steps) for i in range(accumulation_steps))
     return [(low + start, low + end) for start, end in pieces]
 
 
-def batch_starts(length: int, *, batch_size: int, drop_last: bool, start: int = 0) -> Iterator[tuple[int, int]]:
+def batch_starts(
+    length: int, *, batch_size: int, drop_last: bool, start: int = 0
+) -> Iterator[tuple[int, int]]:
     """Yield (first sample, samples) of each global batch of an epoch from sample `start` on."""
     for first in range(start, length, batch_size):
         size = min(batch_size, length - first)
