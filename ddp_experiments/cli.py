@@ -9,6 +9,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, Node, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf import Container, DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+from omegaconf.resolvers import oc
 
 from ddp_experiments import config as schema
 from ddp_experiments import environment, identity, launch
@@ -35,6 +37,8 @@ SECRET = re.compile(
 )
 SAVED = "saved_run"  # the name under which --from-run gives a saved config to Hydra
 FROM_RUN = {"--from-run": "from_run", "--continue": "resume.run"}  # option: the setting that keeps its folder
+PRESETS = ("experiment", "debug")
+OF_HYDRA = ("mode", "launcher", "sweeper", "searchpath", "verbose")  # what may be set of Hydra's own settings
 
 
 # ---- what is wrong with a composed config
@@ -44,7 +48,8 @@ def near(word: str, names: Iterable[str]) -> str:
     """A 'did you mean' for a mistyped name, or nothing."""
     names = list(names)
     last = word.rpartition(".")[2]
-    hit = get_close_matches(word, names, 1) or [n for n in names if n.rpartition(".")[2] == last]
+    swapped = [n for n in names if sorted(n) == sorted(word)]  # two letters changed places
+    hit = swapped or get_close_matches(word, names, 1) or [n for n in names if n.rpartition(".")[2] == last]
     return f" Did you mean {hit[0]}?" if hit else ""
 
 
@@ -59,8 +64,12 @@ def leaves(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, DictConfig
             yield from leaves(child, f"{prefix}{name}.")
 
 
-def faults(cfg: DictConfig) -> list[str]:
-    """Everything wrong with a composed config, a line each. Imports torch only when the rest is right."""
+def faults(cfg: DictConfig, words: Sequence[str]) -> list[str]:
+    """Everything wrong with a composed config, a line each. Imports torch only when the rest is right.
+
+    Args:
+        words: what made it, for the line to type instead.
+    """
     known = [key for key, _ in schema.walk()]
     said = []
     for path, parent, key in leaves(cfg):
@@ -73,20 +82,30 @@ def faults(cfg: DictConfig) -> list[str]:
                 said.append(f"{path} has no value; give {path}=...")
             elif (
                 SECRET.search(key)
-                and isinstance(parent[key], str)
                 and not OmegaConf.is_interpolation(parent, key)
+                and isinstance(parent[key], str | int | float)
+                and not isinstance(parent[key], bool)
             ):
                 said.append(f"{path}: a secret must not be written down; use '{path}=${{oc.env:NAME}}'")
             else:
                 parent[key]  # resolves it
         except OmegaConfBaseException as error:
-            said.append(f"{path}: {str(error).splitlines()[0]}")
+            said.append(f"{path}: {unresolved(error)}")
     if said:
         return said
     config = typed(cfg)
     said += schema.conflicts(config)
-    said += launch.faults(config, environment.read())
+    said += launch.faults(config, environment.read(), words)
     return said or launch.target_faults(config)
+
+
+def unresolved(error: OmegaConfBaseException) -> str:
+    """Why a value with `${...}` can't be had."""
+    text = str(error).splitlines()[0]
+    if found := re.search(r"Environment variable '(\w+)' not found", text):
+        name = found[1]
+        return f"the environment variable {name} is not set; export it, or give ${{oc.env:{name},DEFAULT}}"
+    return text
 
 
 def typed(cfg: DictConfig) -> schema.Config:
@@ -97,21 +116,36 @@ def typed(cfg: DictConfig) -> schema.Config:
 
 
 def saved_form(cfg: DictConfig) -> dict[str, Any]:
-    """The config as plain values, as it is written down: resolved, but environment values stay `${oc.env:...}`."""
-    plain: dict[str, Any] = {}
-    for key in cfg:
-        child, name = cfg._get_node(key), str(key)
-        raw = child._value() if isinstance(child, Node) else None
-        if isinstance(raw, str) and "oc.env" in raw:
-            plain[name] = raw
-        elif isinstance(child, DictConfig) and isinstance(raw, dict):
-            plain[name] = saved_form(child)
-        else:
-            node = OmegaConf.create({"value": cfg[key]})
-            resolved = OmegaConf.to_container(node, resolve=True, enum_to_str=True)
-            assert isinstance(resolved, dict)
-            plain[name] = resolved["value"]
+    """The config as plain values, to be written down: resolved, but `${oc.env:...}` stays as it is."""
+    raw = OmegaConf.create(OmegaConf.to_container(cfg, resolve=False, enum_to_str=True))
+    OmegaConf.register_new_resolver("oc.env", _as_typed, replace=True)
+    try:
+        plain = _plain(raw)
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+    assert isinstance(plain, dict)
     return plain
+
+
+def _as_typed(name: str, *default: Any) -> str:
+    """What was typed to get an environment value, in place of the value: it may be a secret."""
+    quoted = ["null" if d is None else repr(d) if isinstance(d, str) else str(d) for d in default]
+    return f"${{oc.env:{','.join([name, *quoted])}}}"
+
+
+def _plain(node: Container) -> Any:
+    """Plain values, resolved; what needs the environment to be found at all stays as it is."""
+
+    def entry(key: Any) -> Any:
+        try:
+            value = node[key]
+        except OmegaConfBaseException:
+            return node._get_node(key)._value()  # type: ignore[union-attr]
+        return _plain(value) if isinstance(value, Container) else value
+
+    if isinstance(node, ListConfig):
+        return [entry(i) for i in range(len(node))]
+    return {str(key): entry(key) for key in node}
 
 
 def job_folder() -> Path | None:
@@ -120,21 +154,38 @@ def job_folder() -> Path | None:
     return Path(job.runtime.output_dir) if job.mode is RunMode.MULTIRUN else None
 
 
-def slips(overrides: Sequence[str]) -> Iterator[str]:
-    """Mistakes that Hydra lets pass: a key given twice, something removed."""
-    keys = [o.lstrip("+").split("=")[0] for o in overrides if not o.startswith("~")]
+def slips(words: Iterable[str]) -> Iterator[str]:
+    """Mistakes that Hydra lets pass or tells badly: a key given twice, one removed, a number as option."""
+    given = [w for w in words if w.startswith("~") or ("=" in w and not w.startswith("-"))]
+    try:
+        overrides = OverridesParser.create().parse_overrides(given)
+    except HydraException:
+        return  # Hydra says it
+    keys = [o.key_or_group for o in overrides if not o.is_delete()]
     yield from (f"{k} is given twice; leave one" for k in dict.fromkeys(keys) if keys.count(k) > 1)
+    declared = dict(schema.walk())
     for o in overrides:
-        if o.startswith("~"):
-            yield f"{o}: nothing may be removed; choose another option, or set {o[1:].split('=')[0]}=null if it allows that"
+        key, value = o.key_or_group, o.value()
+        plain = isinstance(value, int | float)
+        head, _, rest = key.replace("/", ".").partition(".")
+        if head == "hydra" and rest.split(".")[0] not in OF_HYDRA:
+            allowed = ", ".join(f"hydra.{name}" for name in OF_HYDRA)
+            yield f"{o.input_line}: the run folder and its log are the program's own; allowed are {allowed}"
+        elif o.is_delete():
+            yield f"{o.input_line}: nothing may be removed; choose an option, or {key}=null if it allows that"
+        elif key in (*schema.GROUPS, *PRESETS) and (plain or value is None):
+            yield f"{o.input_line}: want the name of an option; python train.py --help lists them"
+        elif key in declared and declared[key].type is bool and plain and not isinstance(value, bool):
+            yield f"{o.input_line}: want true or false"
 
 
-def orphans(overrides: Sequence[str]) -> Iterator[str]:
+def orphans(overrides: Sequence[str], choices: Mapping[str, Any]) -> Iterator[str]:
     """A preset's value for a group that the command line replaces: it would tune another class."""
     given = dict(o.lstrip("+").split("=", 1) for o in overrides if "=" in o)
     repository = GlobalHydra.instance().config_loader().repository  # type: ignore[attr-defined]
-    for preset in ("experiment", "debug"):
-        found = repository.load_config(f"{preset}/{given[preset]}") if given.get(preset) else None
+    for preset in PRESETS:
+        option = given.get(preset, choices.get(preset))
+        found = repository.load_config(f"{preset}/{option}") if option else None
         if found is None:
             continue
         own = {
@@ -146,9 +197,9 @@ def orphans(overrides: Sequence[str]) -> Iterator[str]:
             left = [k for k in found.config.get(group) or {} if f"{group}.{k}" not in given]
             if left and given.get(group, own.get(group)) != own.get(group):
                 yield (
-                    f"{preset}={given[preset]} sets {group}.{left[0]}={found.config[group][left[0]]} for "
+                    f"{preset}={option} sets {group}.{left[0]}={found.config[group][left[0]]} for "
                     f"{group}={own.get(group)}, but the command line says {group}={given[group]}; "
-                    f"give {group}.{left[0]}=... too"
+                    f"give {group}.{left[0]}=... too, or {preset}=none"
                 )
 
 
@@ -158,17 +209,42 @@ def explain(error: Exception) -> str:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         options = ", ".join(error.options)
         return f"{group}={name}: no such option.{near(name, error.options)} Allowed: {options}"
+    if isinstance(error, OverrideParseException):
+        lines = [
+            line for line in error.message.splitlines() if not line.startswith(("Error parsing", "See "))
+        ]
+        reason = lines[0].split(" expecting ")[0] if lines else "not understood"
+        return (
+            f"{error.override}: want key=value ({reason}); quote a value with odd characters: 'key=\"a, b\"'"
+        )
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
-        names = [str(k) for k in cause.parent_node if k != "hydra"]
-        key, allowed = str(cause.full_key), ", ".join(names)
-        return f"{key}: no such setting.{near(str(cause.key), names)} Allowed: {allowed}"
-    noise = ("full_key", "object_type", "reference_type", "Set the environment variable HYDRA_FULL_ERROR")
-    lines = [line.strip() for line in f"{error}\n{cause or ''}".splitlines() if line.strip()]
-    text = " ".join(line for line in dict.fromkeys(lines) if not line.startswith(noise))
+        key, names = str(cause.full_key), [str(k) for k in cause.parent_node if k != "hydra"]
+        section = key.rpartition(".")[0]
+        if not names:
+            return f"{key}: {section} is a value and has no parts; set {section}=... itself"
+        full = [f"{section}.{n}" if section else n for n in names]
+        return f"{key}: no such setting.{near(key, full)} Allowed: {', '.join(names)}"
+    text = _joined(error, cause)
+    if isinstance(cause, ValidationError) and text.startswith(merging := "Error merging override "):
+        declared = dict(schema.walk())
+        if str(cause.full_key) in declared:
+            given = str(error).splitlines()[0].removeprefix(merging)
+            return f"{given}: want {schema.wanted(declared[str(cause.full_key)].type)}"
+    if ambiguous := re.match(r"Ambiguous value for argument '(.*?)'(?= |$)", text):
+        return f"{ambiguous[1]} has several values: add -m for a sweep, or write a list as [a,b]"
+    if double := re.match(r"Multiple values for (\w+)\.", text):
+        return f"+{double[1]}=...: {double[1]} is chosen already; leave out the +"
     if "No match in the defaults list" in text and SAVED in " ".join(sys.argv):
         return f"{text.split('.')[0]}: --from-run and --continue take single settings, not other groups"
     return text
+
+
+def _joined(error: Exception, cause: BaseException | None) -> str:
+    """The texts of an error and its cause as one line, without what helps only programmers."""
+    noise = ("full_key", "object_type", "reference_type", "Set the environment variable HYDRA_FULL_ERROR")
+    lines = [line.strip() for line in f"{error}\n{cause or ''}".splitlines() if line.strip()]
+    return " ".join(line for line in dict.fromkeys(lines) if not line.startswith(noise))
 
 
 # ---- the check, inside Hydra
@@ -185,30 +261,35 @@ class Preflight(Callback):
     swept: tuple[str, ...] = ()
     jobs = 1
 
-    def on_run_start(self, config: DictConfig, config_name: str, **_: Any) -> None:
-        self._check([_task_overrides(config)], config, config_name)
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        self._check([_task_overrides(config)], config, kwargs["config_name"])
 
-    def on_multirun_start(self, config: DictConfig, config_name: str, **_: Any) -> None:
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         given = OverridesParser.create().parse_overrides(_task_overrides(config))
-        swept = [o for o in given if o.is_sweep_override()]
+        Preflight.swept = tuple(o.key_or_group for o in given if o.is_sweep_override())
         if "basic_sweeper" in str(config.hydra.sweeper._target_):
             jobs = list(_jobs(given))
         else:  # a sweeper that draws values as it goes: what stays the same is checked now
             jobs = [[str(o.input_line) for o in given if not o.is_sweep_override()]]
-        self._check(jobs, config, config_name)
-        Preflight.swept = tuple(str(o.get_key_element()).lstrip("+") for o in swept)
         Preflight.jobs = len(jobs)
+        self._check(jobs, config, kwargs["config_name"], sweep=True)
         try:
             Preflight.sweep_folder = identity.new_folder(Path("outputs") / str(config.name))
         except Refused as refusal:
             launch.refuse(refusal.faults)
 
-    def _check(self, jobs: Sequence[Sequence[str]], config: DictConfig, config_name: str) -> None:
-        said = list(slips(_task_overrides(config)))
-        for job in [] if said else jobs:
-            found = list(orphans(job))
+    def _check(
+        self, jobs: Sequence[Sequence[str]], config: DictConfig, config_name: str, sweep: bool = False
+    ) -> None:
+        choices, where = config.hydra.runtime.choices, dict[str, list[int]]()  # fault: the jobs that have it
+        for number, job in enumerate(jobs):
+            found: list[str] = []
             try:
-                found += faults(hydra.compose(config_name, overrides=list(job)))
+                if sweep:
+                    found += [*slips(job), *launch.sweep_faults(environment.read(), job)]
+                found = found or list(orphans(job, choices))
+                if not found:
+                    found += faults(_compose(config_name, job), job if sweep else launch.typed_words())
             except Refused as refusal:
                 found += refusal.faults
             except (HydraException, OmegaConfBaseException) as error:
@@ -216,10 +297,28 @@ class Preflight(Callback):
             except Exception as error:  # Hydra would turn it into a warning and go on
                 traceback.print_exc()
                 found.append(f"the check itself failed: {type(error).__name__}: {error}")
-            said += [f if len(jobs) == 1 else f"job {' '.join(job)}: {f}" for f in found]
-        if said:
-            launch.refuse(said)
+            for fault in dict.fromkeys(found):
+                where.setdefault(fault, []).append(number)
+        if where:
+            launch.refuse(self._in_jobs(jobs, fault, numbers) for fault, numbers in where.items())
         Preflight.passed = True
+
+    def _in_jobs(self, jobs: Sequence[Sequence[str]], fault: str, numbers: Sequence[int]) -> str:
+        """A fault with the first job that has it, unless all have."""
+        if len(numbers) == len(jobs):
+            return fault
+        values = " ".join(o for o in jobs[numbers[0]] if o.lstrip("+").split("=")[0] in self.swept)
+        more = f" (and {len(numbers) - 1} more)" if len(numbers) > 1 else ""
+        return f"job {numbers[0]}, {values}{more}: {fault}"
+
+
+def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
+    """The config of a job, with `${hydra:...}` at work."""
+    cfg = hydra.compose(config_name, overrides=list(overrides), return_hydra_config=True)
+    HydraConfig.instance().set_config(cfg)
+    with open_dict(cfg):
+        del cfg["hydra"]
+    return cfg
 
 
 def _task_overrides(config: DictConfig) -> list[str]:
@@ -239,18 +338,18 @@ def _jobs(overrides: Sequence[Override]) -> Iterator[list[str]]:
 
 
 def job_name() -> str:
-    """`00_lr=0.001,model=cnn`: the job's number, then what the sweep varies, in the shortest form that is unique."""
+    """`00_lr=0.001,model=cnn`: the job's number, then what the sweep varies, in the shortest unique form."""
     job = HydraConfig.get()
+    if OmegaConf.is_missing(job.job, "num"):  # --cfg hydra --resolve
+        return "JOB"
     value = dict(o.lstrip("+").split("=", 1) for o in job.overrides.task if "=" in o)
     last = [key.rpartition(".")[2] for key in Preflight.swept]
     width = max(2, len(str(Preflight.jobs - 1)))
     parts = []
     for key, short in zip(Preflight.swept, last, strict=True):
-        text = value.get(key, "")
-        try:
+        text = value.get(key, "").strip("[]{}'\"")
+        with suppress(ValueError):
             text = text if text.lstrip("+-").isdigit() else f"{float(text):g}"
-        except ValueError:
-            pass
         parts.append(f"{short if last.count(short) == 1 else key}={text}")
     name = f"{job.job.num:0{width}d}_" + ",".join(parts)
     return re.sub(r"[^A-Za-z0-9_.=,+-]+", "-", name)[:120].rstrip("-_,.")
@@ -279,11 +378,12 @@ def take_saved_config(argv: list[str]) -> list[str]:
     folder = Path(words[at + 1])
     saved = identity.load_config(folder)
     settings = ["run_id", "from_run", "resume"]  # of that start, not of the experiment
-    node: dict[str, Any] = {k: v for k, v in saved.items() if k not in settings}
+    places = [g for g in ("mode", "strategy") if any(w.startswith(f"{g}=") for w in words)]  # chosen anew
+    node: dict[str, Any] = {k: v for k, v in saved.items() if k not in (*settings, *places)}
     quiet = [{"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}]
-    node["defaults"] = ["schema", "hydra_settings", "_self_", *quiet]
+    node["defaults"] = ["schema", "hydra_settings", *({g: "single"} for g in places), "_self_", *quiet]
     ConfigStore.instance().store(SAVED, node)
-    setting = f"{FROM_RUN[given[0]]}='{folder.resolve()}'"
+    setting = FROM_RUN[given[0]] + "='" + str(folder.resolve()).replace("'", r"\'") + "'"
     return ["--config-name", SAVED, *words[:at], setting, *words[at + 2 :]]
 
 
@@ -294,7 +394,7 @@ def flags_first(argv: list[str]) -> list[str]:
 
 
 def entry(main: Callable[[], Any]) -> None:
-    """Run a @hydra.main function: one line for each mistake, the exit codes of `errors.py`, one closing line."""
+    """Run a @hydra.main function: one line for each mistake, the exit codes of `errors.py`."""
     schema.register()
     Preflight.passed, Preflight.sweep_folder = False, None
     resolvers: Mapping[str, Callable[..., Any]] = {
@@ -307,6 +407,8 @@ def entry(main: Callable[[], Any]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, instead of printing and leaving
     try:
         sys.argv[1:] = take_saved_config(flags_first(sys.argv[1:]))
+        if said := list(slips(sys.argv[1:])):
+            launch.refuse(said)
         main()
     except Refused as refusal:
         launch.refuse(refusal.faults)

@@ -8,6 +8,7 @@ No torch, no files, no environment. A setting's help, unit and resume rule stand
 """
 
 import re
+import types
 from collections.abc import Iterator
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, dataclass, field, fields
@@ -54,7 +55,7 @@ def setting(default: Any, resume: str, help: str) -> Any:
     """Declare a setting with its resume rule (free, ask or fixed) and its help."""
     how = "default_factory" if isinstance(default, type) else "default"
     metadata = {"resume": resume, "help": help}
-    return field(**{how: default}, metadata=metadata)  # type: ignore[call-overload]
+    return field(**{how: default}, metadata=metadata)
 
 
 @dataclass
@@ -170,7 +171,7 @@ class Resume:
 
 @dataclass
 class Config:
-    """An experiment. Open groups (model, data, task, optimizer, scheduler) are `_target_` plus its arguments."""
+    """An experiment. Open groups (model, data, task, optimizer, scheduler) are `_target_` plus arguments."""
 
     name: str = setting(MISSING, "free", "first folder below outputs/")
     run_id: str | None = setting(None, "free", "folder below the name; null = the time of the start")
@@ -211,6 +212,22 @@ def walk(schema: type = Config, prefix: str = "") -> Iterator[tuple[str, Field[A
             yield from walk(f.default_factory, f"{prefix}{f.name}.")  # type: ignore[arg-type]
 
 
+def wanted(hint: Any) -> str:
+    """What may be written for a setting of this type."""
+    words = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "a word",
+        type(None): "null",
+    }
+    if isinstance(hint, types.UnionType):
+        return " or ".join("auto" if a is str and int in hint.__args__ else wanted(a) for a in hint.__args__)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return f"one of {', '.join(hint.__members__)}"
+    return words.get(hint, "a list, [a,b]" if hint == list[str] else "a section")
+
+
 def resume_rule(key: str, schedule_has_horizon: bool) -> str:
     """Return free, ask or fixed for a dotted key. The deepest declared part decides; a class change is fixed.
 
@@ -232,7 +249,10 @@ def conflicts(config: Config) -> Iterator[str]:
     for key in ("name", "run_id"):
         value = getattr(config, key)
         if value is not None and (not re.fullmatch(NAME_PATTERN, value) or value.endswith(".tmp")):
-            yield f"{key}={value!r} becomes a folder: letters, digits, _ . = - only, 64 at most, first a letter or digit"
+            yield (
+                f"{key}={value!r} becomes a folder: letters, digits, _ . = - only, 64 at most, "
+                "first a letter or digit"
+            )
     if config.seed < 0:
         yield f"seed={config.seed} must be at least 0"
     yield from _mode_conflicts(config.mode, config.strategy)
@@ -263,15 +283,14 @@ def _mode_conflicts(mode: Mode, strategy: Strategy) -> Iterator[str]:
         "mode.threads": mode.threads,
         "strategy.replicate": strategy.replicate,
     }
-    for key, value in numbers.items():
-        if value != "auto" and not (isinstance(value, int) and value >= 1):
-            yield f"{key}={value} must be auto or at least 1; try {key}=auto"
+    odd = {k for k, v in numbers.items() if v != "auto" and not (isinstance(v, int) and v >= 1)}
+    yield from (f"{key}={numbers[key]} must be auto or at least 1; try {key}=auto" for key in sorted(odd))
     for key in ("timeout_seconds", "init_timeout_seconds"):
         if getattr(mode, key) < 1:
             yield f"mode.{key}={getattr(mode, key)} must be at least 1"
-    if mode.name is not ModeName.multinode and mode.nnodes != 1:
+    if mode.name is not ModeName.multinode and mode.nnodes != 1 and "mode.nnodes" not in odd:
         yield f"mode.nnodes={mode.nnodes} needs mode=multinode"
-    if mode.name is ModeName.single and mode.nproc_per_node != 1:
+    if mode.name is ModeName.single and mode.nproc_per_node != 1 and "mode.nproc_per_node" not in odd:
         yield f"mode=single is one process, but mode.nproc_per_node={mode.nproc_per_node}; try mode=multigpu"
 
 
@@ -288,7 +307,7 @@ def _train_conflicts(train: Train) -> Iterator[str]:
         yield f"train.clip_norm={train.clip_norm} must be above 0; null switches clipping off"
     if train.ema_decay is not None and not 0 <= train.ema_decay < 1:
         yield f"train.ema_decay={train.ema_decay} must be at least 0 and below 1; null switches it off"
-    if train.global_batch_size < train.accumulation_steps:
+    if 1 <= train.global_batch_size < train.accumulation_steps:
         yield (
             f"train.global_batch_size={train.global_batch_size} is smaller than "
             f"train.accumulation_steps={train.accumulation_steps}: a microbatch would be empty; "
@@ -299,3 +318,34 @@ def _train_conflicts(train: Train) -> Iterator[str]:
 def register() -> None:
     """Make the schema known to Hydra, under the name that conf/config.yaml lists first."""
     ConfigStore.instance().store("schema", Config)
+
+
+def reference() -> str:
+    """The page of all settings, docs/settings.md: python -m ddp_experiments.config > docs/settings.md."""
+    lines = [
+        "# Settings",
+        "",
+        "Written by `python -m ddp_experiments.config`. When a run is continued, a setting is *free* to "
+        "change, to be",
+        "asked for by `resume.allow=[key]` (*ask*), or *fixed*. Open groups (model, data, task, "
+        "optimizer, scheduler)",
+        "have the arguments of their `_target_`; the options are the files of `conf/<group>/`.",
+        "",
+        "| setting | default | when continued | |",
+        "|---|---|---|---|",
+    ]
+    for key, f in walk():
+        if f.default_factory is not NO_DEFAULT:
+            made = f.default_factory()
+            default = "" if hasattr(made, "__dataclass_fields__") else f"`{made}`"
+        else:
+            value = f.default.name if isinstance(f.default, Enum) else f.default
+            shown = {None: "null", True: "true", False: "false", MISSING: "set by the group"}
+            number = isinstance(value, int) and not isinstance(value, bool)  # 1 == True finds true
+            default = f"`{value if number else shown.get(value, value)}`"
+        lines.append(f"| `{key}` | {default} | {f.metadata['resume']} | {f.metadata['help']} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

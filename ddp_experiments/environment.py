@@ -1,4 +1,4 @@
-"""Who started this process and which rank it is. The only room that reads RANK, LOCAL_RANK, MASTER_* and the like."""
+"""Who started this process and which rank it is. The only room that reads RANK, MASTER_ADDR and the like."""
 
 import os
 import secrets
@@ -36,9 +36,10 @@ def read(variables: Mapping[str, str] | None = None) -> Environment:
         return Environment()
     if "LOCAL_RANK" not in env:
         raise Refused(
-            "RANK is set but LOCAL_RANK is not, so RANK may count machines (as pod operators do) or processes; "
-            'on each machine type: torchrun --nnodes="$WORLD_SIZE" --node-rank="$RANK" --master-addr="$MASTER_ADDR" '
-            '--master-port="$MASTER_PORT" --nproc-per-node=N train.py mode=multinode; '
+            "RANK is set but LOCAL_RANK is not: RANK may count machines (as pod operators do) or processes; "
+            'on each machine type: torchrun --nnodes="$WORLD_SIZE" --node-rank="$RANK" '
+            '--master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --nproc-per-node=N train.py '
+            "mode=multinode; "
             "for one process without a launcher: env -u RANK -u WORLD_SIZE python train.py"
         )
 
@@ -46,11 +47,12 @@ def read(variables: Mapping[str, str] | None = None) -> Environment:
         text = env.get(name)
         if text is None and default is not None:
             return default
-        if text is None or not text.isdigit():
+        if text is None or not text.isdecimal():
             raise Refused(f"the launcher's variable {name}={text!r} is not a number; start with torchrun")
         return int(text)
 
-    world_size, local_world_size = number("WORLD_SIZE"), number("LOCAL_WORLD_SIZE", 1)
+    world_size = number("WORLD_SIZE")
+    local_world_size = number("LOCAL_WORLD_SIZE", 1 if world_size == 1 else None)
     result = Environment(
         launched=True,
         rank=number("RANK"),
@@ -64,10 +66,15 @@ def read(variables: Mapping[str, str] | None = None) -> Environment:
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
     )
-    if result.rank >= result.world_size or result.local_rank >= result.local_world_size:
+    inside = (
+        result.rank < result.world_size and result.local_rank < result.local_world_size <= result.world_size
+    )
+    if not inside or result.node_rank >= result.nnodes:
         raise Refused(
-            f"the launcher's variables contradict one another: RANK={result.rank} WORLD_SIZE={result.world_size} "
-            f"LOCAL_RANK={result.local_rank} LOCAL_WORLD_SIZE={result.local_world_size}"
+            f"the launcher's variables contradict one another: RANK={result.rank} "
+            f"WORLD_SIZE={result.world_size} LOCAL_RANK={result.local_rank} "
+            f"LOCAL_WORLD_SIZE={result.local_world_size} GROUP_RANK={result.node_rank} "
+            f"GROUP_WORLD_SIZE={result.nnodes}; start with torchrun"
         )
     if result.world_size > 1 and not (result.master_addr and result.master_port):
         raise Refused("WORLD_SIZE is above 1 but MASTER_ADDR or MASTER_PORT is not set; start with torchrun")

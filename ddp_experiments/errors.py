@@ -1,6 +1,7 @@
 """The ways a run can end other than well, and their exit codes.
 
-0 done, 1 failed, 2 refused before the start, 3 no usable checkpoint, 130 interrupted, 143 preempted after saving.
+0 done, 1 failed, 2 refused before the start, 3 no usable checkpoint, 130 interrupted, 143 preempted after
+saving.
 """
 
 from enum import IntEnum
@@ -16,7 +17,7 @@ class Exit(IntEnum):
 
 
 class Refused(ValueError):
-    """The user asked for something that can't be done; found before anything was started. One line a fault."""
+    """Something that can't be done was asked for; found before anything was started. One line a fault."""
 
     def __init__(self, *faults: str) -> None:
         super().__init__("\n".join(faults))
@@ -32,4 +33,4 @@ class NonFiniteError(ArithmeticError):
 
 
 class Stopped(SystemExit):
-    """A signal ended the run after it was saved. A SystemExit, since Hydra takes exceptions for failed jobs."""
+    """A signal ended the run after a save. A SystemExit, since Hydra takes exceptions for failed jobs."""

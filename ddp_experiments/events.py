@@ -1,7 +1,7 @@
 """TensorBoard event files: a writer that survives a full disk, and a reader that shows every step once.
 
-The format is TensorBoard's own (records with checksums around protocol buffers); the records go into a file that stays
-open, one event with all scalars of a step, without a thread of its own.
+The format is TensorBoard's own (records with checksums around protocol buffers). The records go into a file
+that stays open, one event with all scalars of a step, without a thread of its own.
 """
 
 import io
@@ -21,7 +21,7 @@ PENDING = 10_000  # records kept while the disk is full; then the oldest are dro
 
 
 class Appender:
-    """Appends whole records to a file, each on disk before `write` returns. A failing write is tried again later.
+    """Appends whole records to a file, each handed to the system at once; a failing write is tried again.
 
     Args:
         on_error: told of the first failure of a series.
@@ -34,7 +34,10 @@ class Appender:
         self.failing = False
 
     def write(self, record: bytes) -> None:
-        self.pending = [*self.pending[-PENDING:], record] if self.pending else [record]
+        self.pending = [*self.pending[-PENDING:], record]
+        self._write_pending()
+
+    def _write_pending(self) -> None:
         try:
             while self.pending:
                 self._append(self.pending[0])
@@ -62,6 +65,7 @@ class Appender:
             raise
 
     def close(self) -> None:
+        self._write_pending()
         os.close(self.handle)
 
 
@@ -105,7 +109,7 @@ def _name(folder: Path) -> str:
 
 
 def read_scalars(folder: Path) -> dict[str, dict[int, float]]:
-    """{tag: {step: value}} of a run: a file that starts at a step replaces what older ones say from there on."""
+    """{tag: {step: value}} of a run: a file replaces what older ones say from its first step on."""
     found: dict[str, dict[int, float]] = {}
     for path in _files(folder):
         for event in _events(path):

@@ -1,4 +1,4 @@
-"""Signals, and the decisions that all ranks must take alike, agreed at paced points without a collective in between."""
+"""Signals, and the decisions that all ranks must take alike, agreed at paced points."""
 
 import signal
 import time
@@ -67,20 +67,13 @@ class Watch:
     def tell(self, sums: Sums, step: int, *, failed: bool, nonfinite: bool) -> None:
         """Add this rank's flags to the sums that are about to be reduced."""
         seconds = (time.monotonic() - self.last_time) / max(1, step - self.last_step)
-        mine = {
-            "interrupted": self.request.exit_code is Exit.INTERRUPTED,
-            "stop": self.request.exit_code is not None,
-        }
-        sums.add({f"flag/{k}": float(v) for k, v in mine.items()})
-        sums.add({"flag/seconds": seconds / self.world.world_size})
+        stop = self.request.exit_code
+        flags = {"interrupted": stop is Exit.INTERRUPTED, "stop": stop is not None}
         for rank in range(self.world.world_size):
             here = rank == self.world.rank
-            sums.add(
-                {
-                    f"flag/failed/{rank}": float(failed and here),
-                    f"flag/nonfinite/{rank}": float(nonfinite and here),
-                }
-            )
+            flags |= {f"failed/{rank}": failed and here, f"nonfinite/{rank}": nonfinite and here}
+        sums.add({f"flag/{name}": float(flag) for name, flag in flags.items()})
+        sums.add({"flag/seconds": seconds / self.world.world_size})
 
     def read(self, reduced: Mapping[str, float], step: int) -> Verdict:
         """The common verdict, and the next paced point, from the reduced sums."""

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import os
 import platform
 import shlex
@@ -26,7 +27,9 @@ from ddp_experiments.environment import launch_token
 from ddp_experiments.errors import Refused
 
 T = TypeVar("T")
+logger = logging.getLogger("ddp_experiments")
 PATCH_BYTES = 1 << 20  # of uncommitted changes; a larger patch is cut and says so
+LOCK_BYTES = 512
 BEAT_SECONDS = 5.0  # between two counts of the lock
 FOREIGN_SECONDS = 30.0  # a lock of another machine whose counter stands still so long is dead
 PACKAGES = ("torch", "hydra-core", "omegaconf", "numpy", "tensorboard", "scikit-learn", "ddp_experiments")
@@ -80,7 +83,7 @@ def load_config(folder: Path) -> dict[str, Any]:
             f"{folder / 'config.yaml'}: {reason}; give the folder of a run, outputs/NAME/RUN"
         ) from None
     saved = OmegaConf.to_container(node, resolve=False)
-    if not isinstance(saved, dict):
+    if not isinstance(saved, dict) or not saved:
         raise Refused(
             f"{folder / 'config.yaml'} holds no settings; give the folder of a run, outputs/NAME/RUN"
         )
@@ -138,11 +141,22 @@ def _start_time(pid: int) -> str:
         return ""
 
 
+def _runs(pid: int, started: str) -> bool:
+    """Tell whether a process of this machine still runs."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # somebody else's
+    return _start_time(pid) == started
+
+
 class Lock:
     """Keeps a second writer out of a run folder: {token, host, pid, start time, counter} in the file `lock`.
 
-    The same token (workers that were started again) takes over at once; on the same host the process decides; from
-    another host a counter that hasn't moved for 30 s of the reader's own clock.
+    The same token (workers that were started again) takes over at once; on the same host the process decides;
+    from another host a counter that hasn't moved for 30 s of the reader's own clock.
     """
 
     def __init__(self, folder: Path, token: str) -> None:
@@ -152,19 +166,19 @@ class Lock:
 
     @contextmanager
     def _open(self) -> Iterator[IO[str]]:
-        with self.path.open("a+") as file:
+        with os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644), "r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
             yield file
 
     def _write(self, file: IO[str], counter: int) -> None:
-        file.truncate(0)
         host, pid = socket.gethostname(), os.getpid()
-        json.dump(
-            {"token": self.token, "host": host, "pid": pid, "started": _start_time(pid), "counter": counter},
-            file,
+        text = json.dumps(
+            {"token": self.token, "host": host, "pid": pid, "started": _start_time(pid), "counter": counter}
         )
+        file.seek(0)
+        file.write(text.ljust(LOCK_BYTES))  # in place: a disk that got full must not take the lock away
         file.flush()
+        file.truncate()
 
     @staticmethod
     def _read(file: IO[str]) -> dict[str, Any]:
@@ -194,17 +208,16 @@ class Lock:
 
     def _lives(self, holder: Mapping[str, Any], file: IO[str]) -> bool:
         if holder["host"] == socket.gethostname():
-            started = _start_time(holder["pid"])
-            return bool(started) and started == holder["started"]
+            return _runs(holder["pid"], holder["started"])
         fcntl.flock(file, fcntl.LOCK_UN)  # the holder must be able to count
         end, seen = time.monotonic() + FOREIGN_SECONDS, holder["counter"]
-        while time.monotonic() < end:
-            time.sleep(1)
-            now = self._read(file)
-            if now and (now["token"] != holder["token"] or now["counter"] != seen):
+        while (now := self._read(file)) and time.monotonic() < end:
+            if now["token"] != holder["token"] or now["counter"] != seen:
                 return True
+            time.sleep(min(1.0, FOREIGN_SECONDS / 10))
         fcntl.flock(file, fcntl.LOCK_EX)
-        return False
+        now = self._read(file)  # another start may have been quicker
+        return bool(now) and (now["token"], now["counter"]) != (holder["token"], seen)
 
     def _count(self) -> None:
         counter = 0
@@ -224,9 +237,11 @@ class Lock:
             return self._read(file).get("token") == self.token
 
     def release(self) -> None:
+        """Give the lock back, if it was taken."""
+        if self._thread is None:
+            return
         self._stop.set()
-        if self._thread:
-            self._thread.join()
+        self._thread.join()
         with self._open() as file:
             if self._read(file).get("token") == self.token:
                 file.truncate(0)
@@ -245,14 +260,15 @@ class Run:
     lock: Lock | None
 
     def status(self, state: str, *, step: int, reason: str = "", exit_code: int | None = None) -> None:
-        """Replace status.json: running, done, failed, interrupted or preempted. Does nothing on other ranks."""
+        """Replace status.json: running, done, failed, interrupted or preempted. Rank 0 only does it."""
         if self.writer:
             now = datetime.now(UTC).isoformat(timespec="seconds")
             body = {"state": state, "step": step, "reason": reason, "exit_code": exit_code}
-            write_json(
-                self.folder / "status.json",
-                {**body, "host": socket.gethostname(), "pid": os.getpid(), "time": now},
-            )
+            where = {"host": socket.gethostname(), "pid": os.getpid(), "time": now}
+            try:
+                write_json(self.folder / "status.json", {**body, **where})
+            except OSError as error:  # a full disk must not end the run, nor hide what ended it
+                logger.warning("status.json not written: %s", error)
 
 
 @contextmanager
@@ -288,11 +304,10 @@ def claim(
                 _write_config(folder, saved, keep=bool(found))
             else:
                 _write_config(folder, saved, keep=False)
-        except OSError as error:
-            raise _unwritable(folder, error) from None
-        except Refused:
-            if holder._thread:
-                holder.release()
+        except BaseException as error:
+            holder.release()
+            if isinstance(error, OSError):
+                raise _unwritable(folder, error) from None
             raise
         lock.append(holder)
         return {"folder": str(folder.resolve()), "continued": continued}
@@ -331,9 +346,17 @@ def _choose(config: Config, agreement: Agreement, job: Path | None) -> tuple[Pat
 
 def write_json(path: Path, value: object) -> None:
     """Replace a file by JSON, whole or not at all."""
+    _replace(path, json.dumps(value, indent=1) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _write_config(folder: Path, saved: Mapping[str, Any], *, keep: bool) -> None:
@@ -342,9 +365,7 @@ def _write_config(folder: Path, saved: Mapping[str, Any], *, keep: bool) -> None
         number = 1 + sum(1 for _ in folder.glob("config.[0-9]*.yaml"))
         (folder / f"config.{number}.yaml").write_bytes(path.read_bytes())
     head = f"# the same again: python train.py --from-run {shlex.quote(str(folder))}\n"
-    temporary = path.with_name(".config.yaml.tmp")
-    temporary.write_text(head + yaml.safe_dump(dict(saved), sort_keys=False))
-    temporary.replace(path)
+    _replace(path, head + OmegaConf.to_yaml(dict(saved)))  # quotes texts that it would read as numbers
 
 
 def record_start(run: Run, *, overrides: Sequence[str], world: Mapping[str, Any]) -> dict[str, Any]:

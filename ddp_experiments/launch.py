@@ -1,55 +1,82 @@
-"""What this process has to be: a worker of a launcher, the only process, or nothing at all; and its last word."""
+"""What this process has to be: a worker of a launcher, the only process, or refused; and its last word."""
 
 import shlex
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_experiments.config import OPEN_GROUPS, Config, Mode, ModeName
 from ddp_experiments.environment import Environment, first_on_machine, read
-from ddp_experiments.errors import Exit, NoUsableCheckpoint, Refused, Stopped
+from ddp_experiments.errors import Exit, NonFiniteError, NoUsableCheckpoint, Refused, Stopped
 
 
-def command(mode: Mode, extra: tuple[str, ...] = ()) -> str:
+def typed_words() -> list[str]:
+    """What stands behind `train.py` on the command line, as it was typed."""
+    script, words = Path(sys.argv[0]).name, sys.orig_argv
+    at = [i for i, w in enumerate(words) if Path(w).name == script]
+    return words[at[0] + 1 :] if at else sys.argv[1:]
+
+
+def command(mode: Mode, words: Sequence[str]) -> str:
     """The torchrun line that starts what the user typed."""
-    words = [w for w in sys.argv[1:] if w not in extra]
     processes = mode.nproc_per_node if isinstance(mode.nproc_per_node, int) else 2
     nodes = ""
     if mode.name is ModeName.multinode:
         count = mode.nnodes if isinstance(mode.nnodes, int) else 2
-        nodes = f"--nnodes={count} --node_rank=0..{count - 1} --master_addr=HOST --master_port=29500 "
-    return f"torchrun {nodes}--nproc_per_node={processes} train.py {shlex.join([*words, *extra])}".rstrip()
+        nodes = f"--nnodes={count} --node_rank=0 --master_addr=HOST --master_port=29500 "
+    return f"torchrun {nodes}--nproc_per_node={processes} train.py {shlex.join(words)}".rstrip()
 
 
-def faults(config: Config, environment: Environment) -> Iterator[str]:
+def sweep_faults(environment: Environment, job: Sequence[str]) -> Iterator[str]:
+    """Yield why a sweep can't be; `job` is the overrides of one of its jobs."""
+    if environment.world_size > 1:
+        yield (
+            "-m sweeps in one process, since ranks of one launcher could end up in different jobs; start "
+            f"each job by itself: torchrun --nproc_per_node={environment.local_world_size} train.py "
+            f"{shlex.join(job)}"
+        )
+    given = {o.lstrip("+").split("=")[0] for o in job}
+    for key in sorted(given & {"run_id", "resume.run"}):
+        yield f"{key} names one run, but -m starts several; leave out one of the two"
+
+
+def faults(config: Config, environment: Environment, words: Sequence[str]) -> Iterator[str]:
     """Yield why the mode doesn't fit the launcher, or the batch the ranks; each with the line to type."""
     mode, ranks = config.mode, environment.world_size
     if not environment.launched and mode.name is not ModeName.single:
         where = "on each machine, with its own node_rank" if mode.name is ModeName.multinode else "instead"
-        yield f"mode={mode.name.value} needs several processes, but this is one; type {where}: {command(mode)}"
+        line = command(mode, words)
+        yield f"mode={mode.name.value} needs several processes, but this is one; type {where}: {line}"
         return
     if mode.name is ModeName.single and ranks > 1:
-        yield f"the launcher started {ranks} processes, but mode=single is one; add mode=multigpu, or type: python train.py"
+        yield (
+            f"the launcher started {ranks} processes, but mode=single is one; "
+            f"add mode=multigpu, or type: python train.py {shlex.join(words)}".rstrip()
+        )
     if mode.name is ModeName.multigpu and environment.nnodes > 1:
-        yield f"the launcher spans {environment.nnodes} machines, but mode=multigpu is one; add mode=multinode"
+        yield f"the launcher spans {environment.nnodes} machines; mode=multigpu is one; try mode=multinode"
     counts = {"nproc_per_node": environment.local_world_size, "nnodes": environment.nnodes}
     for key, started in counts.items():
         wanted = getattr(mode, key)
         if mode.name is not ModeName.single and wanted not in ("auto", started):
-            yield f"mode.{key}={wanted}, but the launcher started {started}; leave it out, or start torchrun --{key}={wanted}"
+            yield (
+                f"mode.{key}={wanted}, but the launcher started {started}; "
+                f"leave it out, or start torchrun --{key}={wanted}"
+            )
     batch, steps = config.train.global_batch_size, config.train.accumulation_steps
     if ranks > 1 and batch >= steps and batch < ranks * steps:
         yield (
-            f"train.global_batch_size={batch} is smaller than {ranks} ranks × train.accumulation_steps={steps} = "
-            f"{ranks * steps}: some would have no sample; try train.global_batch_size={ranks * steps}"
+            f"train.global_batch_size={batch} is smaller than {ranks} ranks × "
+            f"train.accumulation_steps={steps} = {ranks * steps}: some would have no sample; "
+            f"try train.global_batch_size={ranks * steps}"
         )
     degree = config.strategy.replicate
     if isinstance(degree, int) and degree != ranks:
         yield (
-            f"strategy.replicate={degree} needs {degree} ranks, but there {'is' if ranks == 1 else 'are'} {ranks}; "
-            "try strategy.replicate=auto"
+            f"strategy.replicate={degree}, but the number of ranks is {ranks}; try strategy.replicate=auto"
         )
 
 
@@ -74,7 +101,11 @@ def target_faults(config: Config, environment: Environment | None = None) -> lis
         said.append("train.precision=fp16 is 10 times slower than fp32 on a CPU; try train.precision=bf16")
     metrics = targets.of_kind(config.task["_target_"], "task").metrics
     if config.checkpoint.metric not in metrics:
-        said.append(f"checkpoint.metric={config.checkpoint.metric}: this task has {', '.join(metrics)}")
+        best = (get_close_matches(config.checkpoint.metric, metrics, 1) or metrics)[0]
+        said.append(
+            f"checkpoint.metric={config.checkpoint.metric}: this task has {', '.join(metrics)}; "
+            f"try checkpoint.metric={best}"
+        )
     return said
 
 
@@ -87,7 +118,7 @@ def refuse(said: Iterable[str]) -> NoReturn:
 
 
 def run(config: Config, saved: Mapping[str, Any], job: Path | None) -> float | None:
-    """Run the experiment as this process's rank; print what ended it, and leave with the exit code that says so.
+    """Run the experiment as this process's rank; print what ended it, and leave with its exit code.
 
     A job of a sweep raises instead, since Hydra counts it as failed and goes on.
     """
@@ -96,17 +127,13 @@ def run(config: Config, saved: Mapping[str, Any], job: Path | None) -> float | N
     from ddp_experiments import experiment
 
     environment = read()
-    work = (
-        record(experiment.run) if environment.launched else experiment.run
-    )  # torchrun shows the first traceback
+    work = record(experiment.run) if environment.launched else experiment.run  # for torchrun's summary
     try:
         value: float | None = work(config, saved, environment, job)
         return value
     except Stopped:
-        if environment.launched:
-            raise SystemExit(
-                Exit.DONE
-            ) from None  # torchrun would start any other code anew; status.json tells
+        if environment.launched:  # torchrun would start any other code anew; status.json tells
+            raise SystemExit(Exit.DONE) from None
         raise
     except Exception as error:
         if job is not None:
@@ -116,5 +143,8 @@ def run(config: Config, saved: Mapping[str, Any], job: Path | None) -> float | N
         if isinstance(error, NoUsableCheckpoint):
             print(error, file=sys.stderr, flush=True)
             sys.exit(Exit.NO_CHECKPOINT)
-        traceback.print_exc()  # its note is the last line: cause, host, step, last checkpoint, what to type
+        if not isinstance(error, NonFiniteError):
+            traceback.print_exc()  # its note is the last line: cause, rank, host, step, what to type
+        elif environment.rank == 0:  # all ranks have agreed on it
+            print(*error.__notes__, sep="\n", file=sys.stderr, flush=True)
         sys.exit(Exit.FAILED)

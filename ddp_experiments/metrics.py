@@ -18,17 +18,27 @@ class Sums:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.dtype = device, exact_dtype(device)
-        self.values: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self.numbers: dict[str, float] = {}  # known on the host: they cost no operation of the device
 
     def add(self, values: Mapping[str, Tensor | float]) -> None:
-        """Add to the sums; a name not seen before starts at 0."""
+        """Add to the sums; a name not seen before starts at 0. A name is a tensor always, or never."""
         for name, value in values.items():
-            number = torch.as_tensor(value, device=self.device).detach().to(self.dtype)
-            self.values[name] = self.values[name] + number if name in self.values else number
+            if isinstance(value, Tensor):
+                exact = value.detach().to(self.dtype)
+                self.tensors[name] = self.tensors[name] + exact if name in self.tensors else exact
+            else:
+                self.numbers[name] = self.numbers.get(name, 0.0) + value
 
     def reduce(self, world: World) -> dict[str, float]:
-        """Sums over all ranks, with one packed reduction. Collective: all ranks must call, with the same names."""
-        names = sorted(self.values)
-        packed = torch.stack([self.values[n] for n in names])
+        """Sums over all ranks, with one packed reduction.
+
+        Collective: all ranks must call, with the same names.
+        """
+        names, known = sorted(self.tensors), sorted(self.numbers)
+        host = [self.numbers[n] for n in known]
+        packed = torch.tensor(host, dtype=self.dtype, device=self.device)
+        if names:
+            packed = torch.cat([torch.stack([self.tensors[n] for n in names]), packed])
         world.all_reduce_sum(packed)
-        return dict(zip(names, packed.tolist(), strict=True))  # host sync
+        return dict(zip([*names, *known], packed.tolist(), strict=True))  # host sync

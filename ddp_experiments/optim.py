@@ -1,4 +1,4 @@
-"""What stands between gradients and weights: parameter groups, the finite check, moving averages, a schedule."""
+"""Between gradients and weights: parameter groups, the finite check, moving averages, a schedule."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,8 @@ def parameter_groups(
     """Group the trainable parameters: those that match a pattern get no weight decay.
 
     Args:
-        optimizer: the config node; without a `weight_decay` there is one group.
+        optimizer: the config node. With `weight_decay` 0 there is one group; without it there are two,
+            since the optimizer's own default may be another.
         without: patterns as of fnmatch, tried on `path.of.parameter` and on `ClassOfModule.parameter`.
     """
     decayed: list[Tensor] = []
@@ -31,17 +32,17 @@ def parameter_groups(
             names = (f"{path}.{name}".lstrip("."), f"{type(module).__name__}.{name}")
             matches = any(fnmatchcase(n, pattern) for n in names for pattern in without)
             (plain if matches else decayed).append(parameter)
-    if not optimizer.get("weight_decay"):
+    if optimizer.get("weight_decay") == 0:
         return [{"params": decayed + plain}]
-    groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
     return [g for g in groups if g["params"]]
 
 
 class FiniteGuard:
     """Keeps a step with infinite or NaN gradients from reaching the weights.
 
-    The check sees the reduced gradients, so all ranks find the same. On the CPU the answer is known at once; on an
-    accelerator a fused optimizer reads it on the device (`found_inf`), without a synchronisation.
+    The check sees the reduced gradients, so all ranks find the same. On the CPU the answer is known at once;
+    on an accelerator a fused optimizer reads it on the device (`found_inf`), without a synchronisation.
     With `sticky`, no later step is taken either: the weights stay those of the last good step.
     """
 
@@ -68,8 +69,8 @@ class FiniteGuard:
 
         Args:
             loss_sum: this rank's loss, by which it knows whether the fault is its own.
-            scaler: of fp16, already unscaled. It leaves out overflowing steps itself, as a matter of course; then only
-                a loss that is not finite counts as a fault.
+            scaler: of fp16, already unscaled. It leaves out overflowing steps itself, as a matter of course;
+                then only a loss that is not finite counts as a fault.
         """
         if scaler is not None:
             self.loss.add_(loss_sum)  # infinite and NaN stay so in a sum
@@ -110,7 +111,7 @@ def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
 class Ema:
     """An exponential moving average of the trainable parameters, used in their place by evaluations.
 
-    Polyak and Juditsky, SIAM J. Control Optim. 30 (1992); the exponential form is that of Tarvainen and Valpola, 2017.
+    Polyak and Juditsky, SIAM J. Control Optim. 30 (1992); the exponential form: Tarvainen and Valpola, 2017.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -165,7 +166,7 @@ class WarmupCosine(LambdaLR):
         def factor(step: int) -> float:
             if step < warmup_steps:
                 return (step + 1) / (warmup_steps + 1)
-            done = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
+            done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
             return min_factor + (1 - min_factor) * 0.5 * (1 + math.cos(math.pi * done))
 
         super().__init__(optimizer, factor)

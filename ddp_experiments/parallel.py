@@ -31,8 +31,9 @@ def check_batch_statistics(model: nn.Module, smallest_share: int) -> None:
     norms = [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
     if norms and smallest_share < 2:
         raise Refused(
-            f"{norms[0]} takes statistics over a microbatch, but some rank would have one of {smallest_share} "
-            "sample(s): set train.drop_last=true, a larger train.global_batch_size, or model.norm=group"
+            f"{norms[0]} takes statistics over a microbatch, but some rank would have one of "
+            f"{smallest_share} sample(s): set train.drop_last=true, a larger train.global_batch_size, "
+            "or model.norm=group"
         )
 
 
@@ -47,17 +48,18 @@ def lay_out(module: nn.Module, world: World) -> nn.Module:
         module,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        **{BUFFERS: False},  # rank 0's are the run's; the others copy them before an evaluation
+        # Rank 0's buffers are the run's; the others copy them before an evaluation.
+        **{BUFFERS: False},  # type: ignore[arg-type]
     )
 
 
 def settle(
     model: nn.Module, task: Task, microbatches: Iterable[Microbatch], autocast: AbstractContextManager[object]
 ) -> None:
-    """Two throw-away passes: DDP rebuilds its buckets at its second forward, and that changes the order of sums.
+    """Do two throw-away passes: DDP rebuilds its buckets at its second forward, which reorders sums.
 
-    Fresh and continued runs both do them, so that from three ranks on they stay bitwise equal. Parameters, gradients
-    and buffers are afterwards as they were. Collective: all ranks must call.
+    Fresh and continued runs both do them, so that from three ranks on they stay bitwise equal. Parameters,
+    gradients and buffers are afterwards as they were. Collective: all ranks must call.
     """
     if not isinstance(model, DistributedDataParallel):
         return

@@ -1,13 +1,14 @@
 """The only place where a name in a config becomes an object.
 
-A `_target_` is taken from libraries we trust by name and from the project's own code, and only when it makes an
-object of its group's kind. `DDPX_TRUST=package` in the environment (never in a config) trusts one more package.
+A `_target_` is taken from libraries we trust by name and from the project's own code, and only when it makes
+an object of its group's kind. DDPX_TRUST=package in the environment, never in a config, trusts one more.
 """
 
 import importlib
 import importlib.util
 import inspect
 import os
+import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -45,12 +46,12 @@ def is_trusted(root: str) -> bool:
     """Tell whether a top-level package is a trusted library or lies in the project; imports nothing."""
     if root in LIBRARIES or root in os.environ.get("DDPX_TRUST", "").split(","):
         return True
-    spec = importlib.util.find_spec(root)
+    spec = None if root in sys.stdlib_module_names else importlib.util.find_spec(root)
     if spec is None or not spec.has_location or not spec.origin:
         return False
     origin = Path(spec.origin).resolve()
-    folders = (PROJECT, Path.cwd().resolve())
-    return any(f in origin.parents for f in folders) and "site-packages" not in origin.parts
+    own = any(f in origin.parents for f in (PROJECT, Path.cwd().resolve()))
+    return own and not {"site-packages", "dist-packages"} & set(origin.parts)
 
 
 def resolve(name: object, key: str) -> Any:
@@ -94,29 +95,32 @@ def resolve(name: object, key: str) -> Any:
 
 
 def made_by(target: Any) -> Any:
-    """The class of what a target makes: itself, or a function's annotated return; None when it can't be told."""
+    """The class of what a target makes: itself, or a function's annotated return; None if unknown."""
     if inspect.isclass(target):
         return target
     if not inspect.isfunction(target):
         return None
     returned = typing.get_type_hints(target).get("return")
-    return typing.get_origin(returned) or returned
+    origin = typing.get_origin(returned)
+    return None if origin in (typing.Union, types.UnionType) else origin or returned
 
 
 def of_kind(name: object, group: str) -> Any:
     """The group's target, which must make an object of the group's kind."""
     target, wanted = resolve(name, group), kinds(group)
     made = made_by(target)
-    if not (inspect.isclass(made) and issubclass(made, wanted)) or made in wanted and inspect.isclass(target):
+    if not (inspect.isclass(made) and issubclass(made, wanted)) or (
+        made in wanted and inspect.isclass(target)
+    ):
         names = " or ".join(k.__name__ for k in wanted)
         raise ValueError(
-            f"{group}._target_={name}: want a {names} class, or a function annotated to return one"
+            f"{group}._target_={name}: want a subclass of {names}, or a function annotated to return one"
         )
     return target
 
 
 def part_of(name: object, key: str) -> Any:
-    """A nested target: a module or data set of a trusted origin, or any class of the project or of transforms."""
+    """A nested target: a module or data set of a trusted origin, a transform, or any class of the project."""
     import torch
     from torch.utils.data import Dataset
 
@@ -157,8 +161,8 @@ def arguments(
                 f"{key}.{name}: {called} has no such argument; {hint}allowed: {', '.join(allowed)}"
             )
         if not is_nested(value) and not fits(value, hints.get(name, Any)):
-            hint_name = getattr(hints[name], "__name__", str(hints[name]))
-            raise ValueError(f"{key}.{name}={value!r}: {called} wants {hint_name}")
+            hint = f"; without quotes it is one: {key}.{name}={value}" if _is_number(value) else ""
+            raise ValueError(f"{key}.{name}={value!r}: {called} wants {readable(hints[name])}{hint}")
     required = [n for n in filled_in if n not in OPTIONAL or n in names]
     try:
         signature.bind(**given, **dict.fromkeys(required))
@@ -183,7 +187,7 @@ def check(node: object, group: str) -> None:
 
 
 def build(node: Mapping[str, Any], group: str, **runtime: Any) -> Any:
-    """Make the object of an open group. Optional runtime arguments go in only where the signature has them."""
+    """Make the object of an open group. Optional runtime arguments go in only where the signature has one."""
     target = of_kind(node["_target_"], group)
     given = arguments(node, target, group, FILLED_IN.get(group, set()))
     names = inspect.signature(target).parameters
@@ -232,6 +236,24 @@ def _make(value: Any, path: str) -> Any:
     return value
 
 
+def readable(hint: Any) -> str:
+    """A type as it is written in code, without what YAML can't make."""
+    parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    names = ["None" if p is type(None) else getattr(p, "__name__", str(p)) for p in parts if not _of_torch(p)]
+    return " or ".join(names) or str(hint)
+
+
+def _of_torch(hint: Any) -> bool:
+    return inspect.isclass(hint) and hint.__module__.split(".")[0] == "torch"
+
+
+def _is_number(value: object) -> bool:
+    try:
+        return isinstance(value, str) and bool(float(value) + 1)
+    except ValueError:
+        return False
+
+
 def fits(value: object, hint: Any) -> bool:
     """Tell whether a plain value may be a `hint`: False only when it surely is not."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -248,6 +270,4 @@ def fits(value: object, hint: Any) -> bool:
         return isinstance(value, tuple | list)
     if hint in (bool, str, dict, type(None)):
         return isinstance(value, hint)
-    if inspect.isclass(hint) and hint.__module__.split(".")[0] == "torch":
-        return False  # YAML can't make a tensor
-    return True
+    return not _of_torch(hint)  # YAML can't make a tensor

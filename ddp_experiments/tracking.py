@@ -1,6 +1,6 @@
 """What a person sees of a run: console lines and a progress bar, train.log, metrics.jsonl, TensorBoard.
 
-Rank 0 writes; the other ranks have a log file of their own. A full disk is said once and never ends the training.
+Rank 0 writes; the other ranks have a log file of their own. A full disk is said once; training goes on.
 """
 
 import json
@@ -10,7 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,8 @@ class _Console(logging.Handler):
     """Lines on stderr, above the progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
+        with suppress(OSError, ValueError):  # a closed stderr must not end the run
             tqdm.write(self.format(record), file=sys.stderr)
-        except (OSError, ValueError):  # a closed stderr must not end the run
-            pass
 
 
 class _File(logging.Handler):
@@ -72,7 +70,7 @@ class _File(logging.Handler):
 
 @contextmanager
 def log_lines(run: Run, rank: int) -> Iterator[None]:
-    """Log to the console and to the rank's file while the block runs: INFO on rank 0, warnings from every rank."""
+    """Log to the console and the rank's file while the block runs; other ranks than 0 show warnings only."""
     console, file = _Console(), _File(run.folder / ("train.log" if rank == 0 else f"rank{rank}.log"))
     tag = "" if rank == 0 else f"[rank {rank}] "
     console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
@@ -108,6 +106,7 @@ class Tracker:
         self.lines: Appender | None = None
         self.events: EventWriter | None = None
         self.bar: tqdm[Any] | None = None
+        self.warned = False
         if not world.is_rank0:
             return
         self.lines = Appender(run.folder / "metrics.jsonl", self._warn)
@@ -120,6 +119,9 @@ class Tracker:
             self.bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, leave=False)
 
     def _warn(self, error: OSError) -> None:
+        if self.warned:
+            return
+        self.warned = True
         logger.warning(
             "can't write to %s: %s; training goes on, points are kept for later",
             self.run.folder,
@@ -151,10 +153,9 @@ class Tracker:
             "environment": f"```yaml\n{yaml.safe_dump(environment, sort_keys=False)}```",
         }
         for tag, body in tabs.items():
-            self.events.summary(text(tag, body))
-        self.events.summary(
-            custom_scalars({"loss": {"train and eval": ["Multiline", ["train/loss", "eval/loss"]]}})
-        )
+            self.events.summary(text(tag, body))  # type: ignore[no-untyped-call]
+        chart = {"loss": {"train and eval": ["Multiline", ["train/loss", "eval/loss"]]}}
+        self.events.summary(custom_scalars(chart))  # type: ignore[no-untyped-call]
         self.events.summary(session_start(hyperparameters(saved)))
 
     def log(self, point: Point) -> None:
@@ -189,11 +190,13 @@ class Tracker:
         where = f"step {state.step}/{self.total_steps}  " if self.total_steps else ""
         logger.info("%s%s: %s%s", where, part, words(metrics), best)
 
-    def close(self, *, succeeded: bool) -> None:
+    def close(self, *, succeeded: bool | None) -> None:
+        """End the session; None leaves it open for the start that continues the run."""
         if self.bar is not None:
             self.bar.close()
         if self.events is not None:
-            self.events.summary(session_end(succeeded))
+            if succeeded is not None:  # TensorBoard keeps the first end it finds
+                self.events.summary(session_end(succeeded))
             self.events.close()
         if self.lines is not None:
             self.lines.close()
@@ -224,7 +227,7 @@ def hyperparameters(saved: Mapping[str, Any]) -> dict[str, bool | float | str]:
 
 
 def session_start(values: Mapping[str, bool | float | str]) -> Any:
-    """The summary that opens a session. No experiment summary: TensorBoard then makes the union over all runs."""
+    """The summary that opens a session. TensorBoard makes the experiment, the union over all runs, itself."""
     from tensorboard.plugins.hparams import metadata, plugin_data_pb2
 
     info = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
@@ -261,7 +264,7 @@ def _hparams(tag: str, content: Any) -> Any:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, each step once: where a run was continued, its new lines replace the old ones."""
+    """The lines of metrics.jsonl, each step once: the lines of a continued run replace the older ones."""
     found: list[dict[str, Any]] = []
     for text in (folder / "metrics.jsonl").read_text().splitlines():
         try:

@@ -1,7 +1,7 @@
 """The ranks of a run: joining and leaving the process group, and the collectives the project uses.
 
-The only room that opens or closes a group. The launcher's store is used before there is a group, always under a prefix
-that all ranks agree on anew: the keys of an earlier round of workers can't be read by a later one.
+The only room that opens or closes a group. The launcher's store is used before there is a group, always under
+a prefix that all ranks agree on anew: the keys of an earlier round of workers can't be read by a later one.
 """
 
 import gc
@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # noqa: F401  before the first group: its defaults would hold that one for ever
+import torch.distributed.nn.functional  # before the first group: its defaults would hold that one for ever
 from torch import Tensor
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ddp_experiments.config import Backend, Mode
 from ddp_experiments.environment import Environment, available_cores
@@ -63,15 +64,15 @@ class World:
 
 
 class Meeting:
-    """The ranks of one start, meeting at the launcher's store. Without a launcher there is one rank and no store."""
+    """The ranks of one start, meeting at the launcher's store; without a launcher one rank, and no store."""
 
     def __init__(self, environment: Environment, timeout_seconds: int) -> None:
         self.environment, self.timeout = environment, timedelta(seconds=timeout_seconds)
-        self.launcher_store: dist.Store | None = None
-        self.store: dist.Store | None = None
+        self.launcher_store: Store | None = None
+        self.store: Store | None = None
         if environment.launched and environment.master_port:
             hosts = not environment.agent_store and environment.rank == 0
-            self.launcher_store = dist.TCPStore(
+            self.launcher_store = TCPStore(
                 environment.master_addr,
                 environment.master_port,
                 is_master=hosts,
@@ -79,7 +80,7 @@ class Meeting:
                 multi_tenant=True,
                 timeout=self.timeout,
             )
-            self.store = dist.PrefixStore(f"ddpx/{self._round()}", self.launcher_store)
+            self.store = PrefixStore(f"ddpx/{self._round()}", self.launcher_store)
 
     def _round(self) -> str:
         """A name for this round of workers, agreed by all ranks, however often the store was used before.
@@ -102,7 +103,8 @@ class Meeting:
             except dist.DistError as error:
                 missing = sorted(set(range(1, world_size)) - {int(r) for r in met})
                 raise RuntimeError(
-                    f"rank 0 waited {self.timeout.seconds} s for rank {', '.join(map(str, missing))} of {world_size}: "
+                    f"rank 0 waited {self.timeout.seconds} s for rank {', '.join(map(str, missing))} "
+                    f"of {world_size}: "
                     "start them too, or raise mode.init_timeout_seconds"
                 ) from error
             if kind == "request":
@@ -112,7 +114,7 @@ class Meeting:
         return me
 
     def once(self, key: str, make: Callable[[], str]) -> str:
-        """A value that rank 0 makes at the first start and that stays the same over restarts of the workers."""
+        """A value that rank 0 makes at the first start; it stays over restarts of the workers."""
         if self.launcher_store is None:
             return make()
         if self.environment.rank == 0 and not self.launcher_store.check([f"ddpx/{key}"]):
@@ -161,7 +163,8 @@ def device_faults(mode: Mode, environment: Environment) -> Iterator[str]:
     elif kind == "mps" and not torch.backends.mps.is_available():
         yield "mode.device=mps, but this machine has none; try mode.device=auto"
     elif kind == "mps" and environment.world_size > 1:
-        yield f"mode.device=mps is one process, but the launcher started {environment.world_size}; try mode.device=cpu"
+        ranks = environment.world_size
+        yield f"mode.device=mps is one process, but the launcher started {ranks}; try mode.device=cpu"
     elif ":" in mode.device and local > 1:
         yield f"{local} processes can't share mode.device={mode.device}; try mode.device=cuda"
     elif ":" in mode.device and int(mode.device.partition(":")[2]) >= count:
@@ -172,7 +175,8 @@ def device_faults(mode: Mode, environment: Environment) -> Iterator[str]:
             "or try mode.device=cpu"
         )
     if mode.backend is Backend.nccl and _kind(mode, environment) != "cuda":
-        yield f"mode.backend=nccl needs CUDA, but mode.device={mode.device} is no CUDA device here; try mode.backend=gloo"
+        where = f"mode.device={mode.device} is no CUDA device here"
+        yield f"mode.backend=nccl needs CUDA, but {where}; try mode.backend=gloo"
 
 
 def _kind(mode: Mode, environment: Environment) -> str:
@@ -194,7 +198,7 @@ def choose_device(mode: Mode, environment: Environment) -> torch.device:
 
 
 def choose_threads(mode: Mode, environment: Environment) -> int:
-    """CPU threads of this rank. Set here, since plain python and torchrun have other defaults and the count moves bits."""
+    """CPU threads of this rank: ours to set, since launchers have other defaults and the count moves bits."""
     if isinstance(mode.threads, int):
         return mode.threads
     return max(1, available_cores() // environment.local_world_size)
@@ -220,7 +224,7 @@ def join(mode: Mode, environment: Environment, meeting: Meeting) -> Iterator[Wor
         assert meeting.store is not None
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("group", meeting.store),
+            store=PrefixStore("group", meeting.store),
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=timedelta(seconds=mode.timeout_seconds),
@@ -244,5 +248,5 @@ def join(mode: Mode, environment: Environment, meeting: Meeting) -> Iterator[Wor
         raise
     finally:
         if backend is not None:
-            gc.collect()  # frees DDP: were it the last to hold the group, freeing it later would wait for ever (gloo)
+            gc.collect()  # frees DDP; were it the last to hold the group, gloo would wait for ever
             dist.destroy_process_group()

@@ -32,7 +32,7 @@ def train(pool: Pool, tmp_path: Path) -> Callable[..., Result]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`start("train.py", ...)`: a new Python process in this test's folder; `torchrun=2` puts torchrun before it."""
+    """`start("train.py", ...)`: a new process in this test's folder, under torchrun with `torchrun=2`."""
 
     def run(
         *words: str, torchrun: int = 0, env: dict[str, str] | None = None, timeout: int = 100

@@ -2,6 +2,7 @@
 
 TEST_RECORD=FOLDER   where records go, a file a rank
 TEST_FAULT=KIND@STEP[:RANK]   SIGTERM, SIGINT, SIGKILL, raise, nan at an optimizer step, on one rank or all
+TEST_FAULT_ONCE=FILE   only as long as the file is not there; it is made then
 """
 
 import os
@@ -10,9 +11,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import ConstantLR, OneCycleLR, StepLR
+from torch.utils.data import Dataset
 
 from ddp_experiments.data import Splits, TensorData
 from ddp_experiments.data.order import mix
+from ddp_experiments.data.synthetic import teacher
 from ddp_experiments.optim import WarmupCosine
 from ddp_experiments.tasks import Classification, Regression
 
@@ -34,10 +38,31 @@ def fault(step: int) -> str | None:
     """The fault that is due on this rank at this step."""
     kind, _, rest = os.environ.get("TEST_FAULT", "").partition("@")
     at, _, who = rest.partition(":")
-    return kind if kind and int(at) == step and who in ("", str(rank())) else None
+    if not kind or int(at) != step or who not in ("", str(rank())):
+        return None
+    once = os.environ.get("TEST_FAULT_ONCE")
+    if once is not None:
+        if Path(once).exists():
+            return None
+        Path(once).touch()
+    return kind
 
 
-def indexed(samples: int = 40, validation: int = 23) -> Splits:
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Data in memory behind items that draw random numbers, so that it goes through a loader."""
+
+    def __init__(self, data: TensorData) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, target = self.data[index]
+        return inputs + 0.1 * torch.randn_like(inputs), target
+
+
+def indexed(samples: int = 40, validation: int = 23, noisy: bool = False) -> Splits:
     """Regression data whose target is the sample's number; inputs are fixed random features."""
 
     def part(n: int, first: int) -> TensorData:
@@ -46,11 +71,20 @@ def indexed(samples: int = 40, validation: int = 23) -> Splits:
             torch.randn(n, 64, generator=generator), torch.arange(first, first + n).float().unsqueeze(1)
         )
 
-    return Splits(part(samples, 0), part(validation, EVALUATED) if validation else None)
+    train = part(samples, 0)
+    return Splits(Noisy(train) if noisy else train, part(validation, EVALUATED) if validation else None)
+
+
+def without_validation(
+    samples: int = 40, features: int = 10, outputs: int = 1, noise: float = 0.1, data_seed: int = 0
+) -> Splits:
+    """The teacher's data, with a validation part of no samples."""
+    parts = teacher(samples, features, outputs, noise, data_seed)
+    return Splits(parts.train, TensorData(torch.empty(0, features), torch.empty(0, outputs)))
 
 
 class Recording(Regression):
-    """Writes down which samples each logged step and each evaluation saw, with their weights. Loss on target / 100."""
+    """Writes down which samples each logged step and each evaluation saw. Loss on target / 100."""
 
     def loss_B(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return super().loss_B(outputs, (targets % EVALUATED) / 100)
@@ -64,11 +98,14 @@ class Recording(Regression):
         return super().sums(outputs, targets, weight_B)
 
 
-class FaultyCosine(WarmupCosine):
-    """The default schedule; at its step it injects the fault, and records a checksum of the parameters."""
+class Faulty:
+    """A schedule that at its step injects the fault, and records a checksum of the parameters."""
+
+    optimizer: torch.optim.Optimizer
+    last_epoch: int
 
     def step(self, epoch: int | None = None) -> None:
-        super().step(epoch)
+        super().step(epoch)  # type: ignore[misc]
         parameters = [p.detach().double().flatten() for g in self.optimizer.param_groups for p in g["params"]]
         record("parameters", repr(torch.cat(parameters).sum().item()))
         record("lr", repr(self.optimizer.param_groups[0]["lr"]))
@@ -77,6 +114,22 @@ class FaultyCosine(WarmupCosine):
             raise RuntimeError("injected")
         if kind and kind.startswith("SIG"):
             os.kill(os.getpid(), getattr(signal, kind))
+
+
+class FaultyCosine(Faulty, WarmupCosine):
+    """The default schedule."""
+
+
+class FaultyStep(Faulty, StepLR):
+    """The learning rate falls in steps."""
+
+
+class FaultyOneCycle(Faulty, OneCycleLR):
+    """Learning rate and momentum follow one cycle."""
+
+
+class FaultyConstant(Faulty, ConstantLR):
+    """The learning rate stays."""
 
 
 class FaultyClassification(Classification):

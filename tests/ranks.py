@@ -1,7 +1,7 @@
 """Ranks that stay alive between tests: starting one costs seconds.
 
-Each worker runs `train.py` with the arguments and launcher variables it is given, as often as it is asked. The pool
-plays torchrun's part: it hosts a store for each start and sets the variables that torchrun sets.
+Each worker runs `train.py` with the arguments and launcher variables it is given, as often as it is asked.
+The pool plays torchrun's part: it hosts a store for each start and sets the variables that torchrun sets.
 """
 
 import json
@@ -30,7 +30,7 @@ SECONDS = 60
 
 @dataclass
 class Result:
-    """What a start of train.py left: exit codes and console text by rank, and the run folder if there is one."""
+    """What a start of train.py left: exit codes and console text by rank, and new run folders."""
 
     exit_codes: list[int]
     texts: list[str]

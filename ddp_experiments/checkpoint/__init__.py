@@ -1,1 +1,1 @@
-"""Checkpoints without pickle: tensors in safetensors files, everything else in JSON, durable folders around them."""
+"""Checkpoints without pickle: tensors in safetensors files, the rest in JSON, durable folders around."""

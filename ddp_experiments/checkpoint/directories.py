@@ -3,8 +3,8 @@
     checkpoints/step-1000/  model-00000.safetensors  optimizer-00000.safetensors  state.json  manifest.json
     checkpoints/best.json   {"step": 1000, "metric": "loss", "value": 0.1}
 
-A step is written into `step-N.tmp`, every file synced, the manifest with sizes and SHA-256 last; then the folder is
-renamed and its parent synced. Nothing is overwritten; what is removed is renamed to `.trash-...` first.
+A step is written into `step-N.tmp`, every file synced, the manifest with sizes and SHA-256 last; then the
+folder is renamed and its parent synced. Nothing is overwritten; what is removed becomes `.trash-...` first.
 """
 
 import hashlib
@@ -81,6 +81,8 @@ def verify(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{path} has {size} bytes, its manifest says {entry['size']}")
         if _hash(path) != entry["sha256"]:
             raise ValueError(f"{path} is damaged: its SHA-256 is not that of the manifest")
+    if "state.json" not in manifest["files"]:
+        raise ValueError(f"{folder / 'manifest.json'} is damaged: it doesn't name state.json")
     state = read_json(folder / "state.json")
     if not isinstance(state, dict):
         raise ValueError(f"{folder / 'state.json'} is damaged: no object")
@@ -120,8 +122,9 @@ def best(root: Path) -> Path | None:
 def tensors(folder: Path, kind: str) -> dict[str, Tensor]:
     """All tensors of a kind (model, optimizer, ema) in a checkpoint; empty if it has none."""
     found: dict[str, Tensor] = {}
-    for path in sorted(folder.glob(f"{kind}-[0-9]*.safetensors")):
-        found.update(read(path))
+    for name in sorted(read_json(folder / "manifest.json")["files"]):  # nothing that verify hasn't seen
+        if re.fullmatch(rf"{kind}-\d+\.safetensors", name):
+            found.update(read(folder / name))
     return found
 
 
@@ -154,7 +157,7 @@ def remove(folder: Path) -> None:
 
 
 class Writer:
-    """Writes the checkpoints of a run in a thread; on ranks other than 0, whose tensors are replicas, it does nothing.
+    """Writes the checkpoints of a run in a thread. Other ranks than 0 hold replicas: there it does nothing.
 
     Args:
         keep_last: newest checkpoints kept; the best one stays as well.
@@ -221,10 +224,10 @@ class Writer:
                 _write_json(self.root / ".best.json.tmp", best)
                 (self.root / ".best.json.tmp").replace(self.root / "best.json")
                 _sync_folder(self.root)
-            self._retain(None if best is None else int(best["step"]))
+            self._retain(step, None if best is None else int(best["step"]))
         except Exception as error:
-            self.error = self._explained(error, final)
             shutil.rmtree(temporary, ignore_errors=True)
+            self.error = self._explained(error, final)
 
     def _explained(self, error: Exception, final: Path) -> Exception:
         if not isinstance(error, OSError):
@@ -234,7 +237,9 @@ class Writer:
         text = f"checkpoint {final} not written: {error.strerror}; it needs {needed} bytes, {free} are free"
         return OSError(error.errno, f"{text}; the checkpoints before it are intact")
 
-    def _retain(self, best_step: int | None) -> None:
-        for step, folder in steps(self.root)[: -self.keep_last]:
+    def _retain(self, written: int, best_step: int | None) -> None:
+        # Where damaged checkpoints were skipped, newer folders than the one just written don't count.
+        until_now = [(step, folder) for step, folder in steps(self.root) if step <= written]
+        for step, folder in until_now[: -self.keep_last]:
             if step != best_step:
                 remove(folder)

@@ -39,12 +39,12 @@ def checkpoint_of(run: Path, weights: Literal["best", "last"]) -> Path:
 
 
 def weights_in(checkpoint: Path) -> dict[str, Tensor]:
-    """Parameters and buffers of a checkpoint, as evaluations use them: averaged ones where the run kept averages."""
+    """Parameters and buffers of a checkpoint as evaluations use them: averages if the run kept some."""
     return {**directories.tensors(checkpoint, "model"), **directories.tensors(checkpoint, "ema")}
 
 
 def find_weights(path: Path, weights: Literal["best", "last"] = "best") -> dict[str, Tensor]:
-    """Weights from a run folder, a checkpoint folder, a .safetensors file, or a .pt file with a plain state dict.
+    """Weights from a run, a checkpoint, a .safetensors file, or a .pt file with a plain state dict.
 
     Raises:
         Refused: there is no such file, or it holds something else.
@@ -60,28 +60,28 @@ def find_weights(path: Path, weights: Literal["best", "last"] = "best") -> dict[
         return weights_in(checkpoint_of(path, weights))
     if not path.is_file():
         raise Refused(
-            f"init_from={path}: no such file or folder; give a run, a checkpoint, .safetensors or .pt"
+            f"{path}: no such file or folder; give a run, a checkpoint, .safetensors or .pt with weights"
         )
     try:
-        found = read(path) if path.suffix == ".safetensors" else _from_pickle(path)
+        return read(path) if path.suffix == ".safetensors" else _from_pickle(path)
     except ValueError as error:
-        raise Refused(f"init_from={path}: {error}") from None
-    bare, prefixes = strip_prefixes(found)
-    if prefixes:
-        logger.info("%s: prefix %s taken off the names", path, ", ".join(prefixes))
-    return bare
+        raise Refused(str(error)) from None
 
 
 def _from_pickle(path: Path) -> dict[str, Tensor]:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever the unpickler says, the file is not used
-        raise ValueError(f"torch.load(weights_only=True) refuses it: {str(error).splitlines()[0]}") from None
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{path}: torch.load(weights_only=True) refuses it: {reason}") from None
     for key in INSIDE:
         if isinstance(found, dict) and isinstance(found.get(key), dict):
             found = found[key]
-    if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
-        raise ValueError(f"no state dict: want names and tensors, at the top or under {', '.join(INSIDE)}")
+    if not isinstance(found, dict) or not all(
+        isinstance(k, str) and isinstance(v, Tensor) for k, v in found.items()
+    ):
+        where = f"at the top or under {', '.join(INSIDE)}"
+        raise ValueError(f"{path} holds no state dict: want names and tensors, {where}")
     return found
 
 
@@ -91,8 +91,11 @@ def load_weights(model: nn.Module, path: Path, weights: Literal["best", "last"] 
     Raises:
         Refused: names, shapes or dtypes differ.
     """
-    wanted = model_tensors(model)
-    found = find_weights(path, weights)
+    wanted, found = model_tensors(model), find_weights(path, weights)
+    if found.keys() != wanted.keys():  # else a part of the model may be called like a wrapper
+        found, prefixes = strip_prefixes(found)
+        if prefixes:
+            logger.info("%s: prefix %s taken off the names", path, ", ".join(prefixes))
     floating = {
         k: v.to(wanted[k].dtype) if k in wanted and v.is_floating_point() else v for k, v in found.items()
     }
@@ -106,10 +109,16 @@ def export(run: Path, out: Path, weights: Literal["best", "last"] = "best") -> N
     """Write a run's weights as one plain safetensors file.
 
     Raises:
-        Refused: the file exists.
+        Refused: the file exists, or can't be written.
         NoUsableCheckpoint: the run has no sound checkpoint.
     """
     if out.exists():
         raise Refused(f"{out} exists; nothing is overwritten, give another name")
     found = find_weights(run, weights)
-    save(found, out)
+    temporary = out.with_name(f".{out.name}.tmp")
+    try:
+        save(found, temporary)
+        temporary.replace(out)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise Refused(f"can't write {out}: {error.strerror}") from None

@@ -45,7 +45,7 @@ def optimizer_state(
     """The optimizer's state: tensors by `parameter.key`, and plain values by the same names."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             name = f"{names[parameter]}.{key}"

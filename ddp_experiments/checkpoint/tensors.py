@@ -1,8 +1,8 @@
 """Named tensors in a safetensors file: a JSON header, then the bytes. No pickle.
 
-The format is the public one (https://github.com/huggingface/safetensors), so any of its readers opens our files. A file
-of one rank may hold boxes of a tensor: such an entry is called `name@offset,offset` and the header's metadata has the
-whole shape; a whole tensor keeps its plain name.
+The format is the public one (https://github.com/huggingface/safetensors), so any of its readers opens our
+files. A file of one rank may hold boxes of a tensor: such an entry is called `name@offset,offset` and the
+header's metadata has the whole shape; a whole tensor keeps its plain name.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ DTYPES = {
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
     "C64": torch.complex64,
@@ -84,7 +88,7 @@ class Stage:
         """Write the file durably; returns its size in bytes and its SHA-256."""
         digest = hashlib.sha256()
         with path.open("wb") as file:
-            for part in (self.header, memoryview(self.buffer.numpy())):
+            for part in (self.header, self.buffer.numpy().data):
                 file.write(part)
                 digest.update(part)
             file.flush()
@@ -114,32 +118,19 @@ def read(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path}: the header claims {length} bytes of a file of {len(body)}")
     try:
         header = json.loads(body[8 : 8 + length])
-        entries = {
-            k: (DTYPES[e["dtype"]], e["shape"], *e["data_offsets"])
-            for k, e in header.items()
-            if k != "__metadata__"
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: the header can't be read: {error!r}") from None
-    base = 8 + length
-    return {name: _view(body, base, name, *entry, path) for name, entry in entries.items()}
+        header.pop("__metadata__", None)
+        return {name: _view(body, 8 + length, name, entry) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"{path}: the header can't be used: {error!r}") from None
 
 
-def _view(
-    body: mmap.mmap,
-    base: int,
-    name: str,
-    dtype: torch.dtype,
-    shape: list[int],
-    start: int,
-    end: int,
-    path: Path,
-) -> Tensor:
+def _view(body: mmap.mmap, base: int, name: str, entry: Mapping[str, Any]) -> Tensor:
+    dtype, shape, (start, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
     if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, end)):
-        raise ValueError(f"{path}: {name} has a shape or place that is no number")
+        raise ValueError(f"{name} has a shape or place that is no number")
     count = math.prod(shape)
     if end - start != count * dtype.itemsize or base + end > len(body):
-        raise ValueError(f"{path}: {name} lies outside the file or has another size than its shape")
+        raise ValueError(f"{name} lies outside the file or has another size than its shape")
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     if (base + start) % dtype.itemsize:  # a foreign file need not be aligned

@@ -1,6 +1,7 @@
 """From the global order to the microbatches of one rank.
 
-Data in memory is gathered by index, several steps at a time; any other map-style data set goes through a DataLoader.
+Data in memory is gathered by index, several steps at a time; any other map-style data set goes through a
+DataLoader.
 Shape suffixes: B = samples of a microbatch.
 """
 
@@ -68,8 +69,8 @@ class Batches:
         self.batch_size, self.drop_last = min(global_batch_size, self.length), drop_last
         if drop_last and global_batch_size > self.length:
             raise ValueError(
-                f"train.drop_last=true leaves no batch: train.global_batch_size={global_batch_size} but the training "
-                f"part has {self.length} samples; try train.global_batch_size={self.length}"
+                f"train.drop_last=true leaves no batch: train.global_batch_size={global_batch_size} but the "
+                f"training part has {self.length} samples; try train.global_batch_size={self.length}"
             )
         self.seed, self.device, self.dtype = seed, device, dtype
         self.overfit, self.num_workers = overfit_one_batch, num_workers
@@ -91,7 +92,7 @@ class Batches:
 
     def starting_at(self, epoch: int, samples: int) -> Iterator[Batch]:
         """Yield batches without end, from sample number `samples` of an epoch on."""
-        if isinstance(self.dataset, TensorData):
+        if type(self.dataset) is TensorData:
             return self._gathered(self.dataset, epoch, samples)
         return self._loaded(self.dataset, epoch, samples)
 
@@ -112,7 +113,7 @@ class Batches:
         return order.permutation(self.length, seed=self.seed, epoch=0 if self.overfit else epoch)
 
     def _pieces(self, size: int) -> list[tuple[int, int]]:
-        """This rank's microbatches in a global batch; a sample that is someone else's stands in for an empty one."""
+        """This rank's microbatches in a global batch; someone else's sample stands in for an empty one."""
         if size not in self._cuts:
             self._cuts[size] = order.microbatch_bounds(
                 size, rank=self.rank, world_size=self.world_size, accumulation_steps=self.accumulation_steps
@@ -146,8 +147,8 @@ class Batches:
                     else indices[cuts[0][0] : cuts[0][1]]
                 )
                 lengths = [b - a for a, b in cuts]
-                inputs = data.inputs.index_select(0, index).split(lengths)
-                targets = data.targets.index_select(0, index).split(lengths)
+                inputs = torch.split(data.inputs.index_select(0, index), lengths)
+                targets = torch.split(data.targets.index_select(0, index), lengths)
                 parts = zip(inputs, targets, strict=True)
                 for first, size in chunk:
                     yield self._batch(parts, epoch, first, size)
@@ -199,8 +200,8 @@ class SeededItems(Dataset[Any]):
         items: list[Any] = self.dataset.__getitems__([index for _, index in keys])  # type: ignore[attr-defined]
         if before is not None and before != _random_state():
             raise ValueError(
-                f"{type(self.dataset).__name__}.__getitems__ draws random numbers, so its items would depend on the "
-                "number of ranks; set random_items = True in the class, and each item is seeded by itself"
+                f"{type(self.dataset).__name__}.__getitems__ draws random numbers, so its items would depend "
+                "on the number of ranks; set its attribute random_items = True: it is then asked item by item"
             )
         self.proven = True
         return items
@@ -217,8 +218,9 @@ class SeededItems(Dataset[Any]):
 
 
 def _random_state() -> tuple[Any, ...]:
-    kind, keys, *rest = np.random.get_state()
-    return torch.get_rng_state().tolist(), random.getstate(), kind, keys.tolist(), rest  # type: ignore[union-attr]
+    legacy: dict[str, Any] = dict(np.random.get_state(legacy=False))
+    numbers = (legacy["state"]["key"].tobytes(), legacy["state"]["pos"], legacy["has_gauss"])
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numbers
 
 
 def make_loader(
@@ -250,10 +252,10 @@ def to_device(part: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 def in_memory(dataset: Dataset[Any], device: torch.device, dtype: torch.dtype) -> Dataset[Any]:
     """Tensors in memory as TensorData on the device, once for the whole run; anything else as it is."""
-    if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
+    if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
         dataset = TensorData(*dataset.tensors)
     if type(dataset) is not TensorData:
-        return dataset
+        return dataset  # a class derived from it may have items of its own
     tensors = (dataset.inputs, dataset.targets)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -293,8 +295,8 @@ def evaluation_batches(
 ) -> Iterator[Microbatch]:
     """Yield this rank's share of a part: each sample once over all ranks, in file order.
 
-    Every microbatch but the last of a rank has the same size on every world size. A rank without a share gets one
-    sample of weight 0, so that it has the same metrics as the others.
+    Every microbatch but the last of a rank has the same size on every world size. A rank without a share gets
+    one sample of weight 0, so that it has the same metrics as the others.
     """
     low, high = order.bounds(len(dataset), rank, world_size)  # type: ignore[arg-type]
     weight_B = torch.zeros(1, device=device, dtype=dtype) if low == high else None
@@ -302,7 +304,7 @@ def evaluation_batches(
         low, high = 0, 1
     pieces = [range(start, min(start + microbatch_size, high)) for start in range(low, high, microbatch_size)]
     parts: Iterable[Any]
-    if isinstance(dataset, TensorData):
+    if type(dataset) is TensorData:
         parts = ((dataset.inputs[p.start : p.stop], dataset.targets[p.start : p.stop]) for p in pieces)
     else:
         keys = [[(-1, i) for i in piece] for piece in pieces]

@@ -36,7 +36,7 @@ def bounds(size: int, part: int, parts: int) -> tuple[int, int]:
 def microbatch_bounds(
     size: int, *, rank: int, world_size: int, accumulation_steps: int
 ) -> list[tuple[int, int]]:
-    """Where the microbatches of a rank lie in a global batch of `size` samples; an empty one has start == end."""
+    """Where the microbatches of a rank lie in a global batch; an empty one has start == end."""
     low, high = bounds(size, rank, world_size)
     pieces = (bounds(high - low, i, accumulation_steps) for i in range(accumulation_steps))
     return [(low + start, low + end) for start, end in pieces]

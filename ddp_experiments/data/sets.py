@@ -11,11 +11,23 @@ from torch.utils.data import Dataset
 
 @dataclass(frozen=True)
 class Splits:
-    """The parts of a data set. Items are (input, target); validation and test may be missing."""
+    """The parts of a data set. Items are (input, target); validation and test may be missing.
+
+    Raises:
+        ValueError: a part is not map-style.
+    """
 
     train: Dataset[Any]
     validation: Dataset[Any] | None = None
     test: Dataset[Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name, part in vars(self).items():
+            if part is not None and not hasattr(part, "__len__"):
+                raise ValueError(
+                    f"the {name} part, a {type(part).__name__}, has no length; want a map-style data set "
+                    "with __len__ and __getitem__"
+                )
 
 
 class TensorData(Dataset[tuple[Tensor, Tensor]]):

@@ -1,4 +1,7 @@
-"""Data that is made, so that the right answer is known. Shape suffixes: N = samples, F = features, K = outputs."""
+"""Data that is made, so that the right answer is known.
+
+Shape suffixes: N = samples, F = features, K = outputs.
+"""
 
 import torch
 from torch import Tensor

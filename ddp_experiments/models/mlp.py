@@ -1,5 +1,6 @@
 """A multi-layer perceptron. Shape suffixes: B = batch, F = input features, K = outputs."""
 
+from itertools import pairwise
 from typing import Literal
 
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ class MLP(nn.Module):
         super().__init__()
         widths = [in_features, *hidden]
         layers: list[nn.Module] = []
-        for i, o in zip(widths[:-1], widths[1:], strict=True):
+        for i, o in pairwise(widths):
             layers += [nn.Linear(i, o), nn.ReLU(), *([nn.Dropout(dropout)] if dropout else [])]
         layers.append(nn.Linear(widths[-1], out_features))
         if output == "sigmoid":

@@ -1,0 +1,1 @@
+"""Measured ratios, interleaved in one run: python -m benchmarks.loop, .data, .startup."""

@@ -1,0 +1,128 @@
+"""Whether mode and launcher fit, and the line to type when they don't."""
+
+import shlex
+
+import pytest
+
+TINY = ("debug=tiny", "mode.threads=1", "eval.test=false")
+
+REFUSED = [
+    # words, ranks of the launcher (0 = plain python), what the line must hold
+    ("mode=multigpu", 0, "torchrun --nproc_per_node=2 train.py mode=multigpu"),
+    (
+        "mode=multigpu optimizer.lr=1e-2 experiment=digits_mlp",
+        0,
+        "torchrun --nproc_per_node=2 train.py mode=multigpu optimizer.lr=1e-2 experiment=digits_mlp",
+    ),
+    (
+        "mode=multigpu mode.nproc_per_node=8",
+        0,
+        "torchrun --nproc_per_node=8 train.py mode=multigpu mode.nproc_per_node=8",
+    ),
+    (
+        "mode=multinode mode.nnodes=3 seed=1",
+        0,
+        "torchrun --nnodes=3 --node_rank=0 --master_addr=HOST --master_port=29500 --nproc_per_node=2 "
+        "train.py mode=multinode mode.nnodes=3 seed=1",
+    ),
+    ("mode=single", 2, "the launcher started 2 processes, but mode=single is one; add mode=multigpu"),
+    ("seed=1", 2, "add mode=multigpu, or type: python train.py seed=1"),
+    (
+        "mode=multigpu mode.nproc_per_node=4",
+        2,
+        "mode.nproc_per_node=4, but the launcher started 2; leave it out, or start torchrun --nproc_per",
+    ),
+    ("mode=multinode mode.nnodes=2", 2, "mode.nnodes=2, but the launcher started 1; leave it out"),
+    (
+        "mode=multigpu strategy.replicate=3",
+        2,
+        "strategy.replicate=3, but the number of ranks is 2; try strategy.replicate=auto",
+    ),
+    ("mode=multigpu strategy=single", 2, "strategy.replicate=1, but the number of ranks is 2"),
+    (
+        "mode=multigpu train.global_batch_size=3 train.accumulation_steps=2",
+        2,
+        "try train.global_batch_size=4",
+    ),
+    ("mode=multigpu optimizer.lr=abc", 2, "optimizer.lr='abc'"),
+    ("mode=multigpu train.max_epoch=3", 2, "Did you mean train.max_epochs?"),
+    ("-m mode=multigpu seed=1", 2, "torchrun --nproc_per_node=2 train.py mode=multigpu seed=1"),
+    ("-m mode=multigpu seed=1", 0, "torchrun --nproc_per_node=2 train.py mode=multigpu seed=1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks", "part"), REFUSED, ids=[f"{line} on {ranks}" for line, ranks, _ in REFUSED]
+)
+def test_misfit_is_refused_once_with_the_line_to_type(train, tmp_path, line, ranks, part):
+    result = train(*line.split(), ranks=ranks)
+    assert result.exit_codes == [2] * max(1, ranks), result.text
+    said = result.texts[0].strip().splitlines()
+    assert len(said) == 2 and part in said[1], result.text
+    assert [text.strip() for text in result.texts[1:]] == [""] * (len(result.texts) - 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_line_to_type_works_as_it_is_printed(train):
+    words = ["mode=multigpu", "name=a.b", "model.channels=[8, 8]", *TINY]
+    said = train(*words).texts[0].strip().splitlines()[1]
+    typed = shlex.split(said.partition("type instead: ")[2])
+    assert typed[:3] == ["torchrun", "--nproc_per_node=2", "train.py"] and typed[3:] == words
+    train(*typed[3:], ranks=2).ok()
+
+
+def test_line_to_type_keeps_the_option_that_names_a_run(train):
+    run = train(*TINY).ok().folder
+    said = train("--from-run", str(run), "mode.name=multigpu").text
+    assert f"torchrun --nproc_per_node=1 train.py --from-run {run} mode.name=multigpu" in said, said
+
+
+def test_sweep_does_not_continue_a_run(train):
+    run = train(*TINY).ok().folder
+    result = train("-m", "--continue", str(run), "log.every_steps=1,2")
+    assert result.exit_codes == [2] and "resume.run names one run, but -m starts several" in result.text
+
+
+def test_every_job_of_a_refused_sweep_gets_its_own_line(train, tmp_path):
+    result = train("-m", "mode=multigpu", "seed=1,2", ranks=2)
+    assert result.exit_codes == [2, 2]
+    for seed in (1, 2):
+        assert f"torchrun --nproc_per_node=2 train.py mode=multigpu seed={seed}\n" in result.text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [(), ("mode=multigpu",), ("mode=multinode",), ("mode=single",)])
+def test_one_rank_of_a_launcher_runs_in_every_mode(train, words):
+    train(*TINY, *words, ranks=1).ok()
+
+
+def test_one_rank_of_a_launcher_may_sweep(train):
+    assert len(train(*TINY, "-m", "seed=1,2", ranks=1).ok().folders) == 2
+
+
+@pytest.mark.parametrize(
+    "words", [("mode=multigpu",), ("mode=multinode",), ("mode=multigpu", "strategy=ddp")]
+)
+def test_two_ranks_run_in_the_modes_for_several(train, words):
+    train(*TINY, *words, ranks=2).ok()
+
+
+def test_rank_that_may_count_machines_is_refused_with_both_lines(train, tmp_path):
+    result = train(*TINY, env={"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"})
+    assert result.exit_codes == [2], result.text
+    said = result.text.strip().splitlines()
+    assert len(said) == 2 and "RANK is set but LOCAL_RANK is not" in said[1]
+    assert '--node-rank="$RANK"' in said[1] and "env -u RANK -u WORLD_SIZE python train.py" in said[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_torchrun_starts_multinode_on_one_machine_as_typed(start, tmp_path):
+    result = start("train.py", "mode=multinode", *TINY, torchrun=1)
+    assert result.returncode == 0, result.stderr
+    assert len(list(tmp_path.glob("outputs/debug/*/config.yaml"))) == 1
+
+
+def test_refusal_under_torchrun_is_told_once(start, tmp_path):
+    result = start("train.py", "seed=-1", "mode=multigpu", torchrun=2)
+    assert result.returncode == 1 and result.stderr.count("seed=-1 must be at least 0") == 1, result.stderr
+    assert not (tmp_path / "outputs").exists()
