@@ -138,6 +138,9 @@ def make_parts(config: Config, what: What, world: World, total_steps: int) -> Pa
     Collective: all ranks must call.
     """
     train_config, device = config.train, world.device
+    if device.type == "cuda":
+        torch.backends.cudnn.deterministic = train_config.deterministic
+        torch.backends.cudnn.benchmark = not train_config.deterministic
     module = what.module.to(device)
     if train_config.compile:
         module.compile()

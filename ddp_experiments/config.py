@@ -118,6 +118,9 @@ class Train:
         None, "ask", "end after so many evaluations in a row without a better checkpoint.metric; null = off"
     )
     compile: bool = setting(False, "free", "torch.compile the model: pays after about a thousand steps")
+    deterministic: bool = setting(
+        True, "free", "on CUDA only cuDNN kernels that repeat bit for bit; false may be faster"
+    )
     num_workers: int = setting(0, "free", "loader processes a rank; data in memory needs none")
     overfit_one_batch: bool = setting(False, "fixed", "train on the first global batch again and again")
 

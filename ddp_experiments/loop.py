@@ -277,7 +277,8 @@ def heed(verdict: Verdict, bad_steps: int, state: State, *, sticky: bool) -> Non
     if sticky and bad_steps:
         first = state.step - bad_steps + 1
         raise NonFiniteError(
-            f"step {first}: infinite or NaN gradients ({whose}); the weights are those of step {first - 1}; {CURES}"
+            f"step {first}: infinite or NaN gradients ({whose}); "
+            f"the weights are those of step {first - 1}; {CURES}"
         )
     if sticky and ranks:  # under fp16, whose scaler leaves out the steps itself
         raise NonFiniteError(f"at or before step {state.step} {whose}; {CURES}")

@@ -22,11 +22,14 @@ class Sums:
         self.numbers: dict[str, float] = {}  # known on the host: they cost no operation of the device
 
     def add(self, values: Mapping[str, Tensor | float]) -> None:
-        """Add to the sums; a name not seen before starts at 0. A name is a tensor always, or never."""
+        """Add to the sums; a name not seen before starts at 0."""
         for name, value in values.items():
             if isinstance(value, Tensor):
                 exact = value.detach().to(self.dtype)
-                self.tensors[name] = self.tensors[name] + exact if name in self.tensors else exact
+                before = self.tensors.get(name, self.numbers.pop(name, None))
+                self.tensors[name] = exact if before is None else before + exact
+            elif name in self.tensors:
+                self.tensors[name] = self.tensors[name] + value
             else:
                 self.numbers[name] = self.numbers.get(name, 0.0) + value
 
