@@ -112,7 +112,7 @@ def ours(
     progress = recorder.Progress(run, 0)
     place = recorder.Place(run, progress, world, Watch(world, StopRequest()))
     tracker = Tracker(run, settings, world, step=0, total_steps=1)
-    parts = build.make_parts(settings, what, world, 1)
+    parts = build.make_parts(settings, what, world, 1, None)
     record = recorder.Recorder(settings, parts, tracker, place, length=len(what.splits.train))  # type: ignore[arg-type]
     record.save = lambda state: None  # type: ignore[method-assign]  # saves are not part of a step's time
     batches: Any = TimedBatches(what.batches(settings, world), watch)

@@ -1,7 +1,7 @@
 """From the config to what is trained: data, task and model first, then the parts that change the model."""
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,10 +132,13 @@ def dtype_of(config: Config) -> torch.dtype:
     return torch.float64 if config.train.precision is Precision.fp64 else torch.float32
 
 
-def make_parts(config: Config, what: What, world: World, total_steps: int) -> Parts:
+def make_parts(config: Config, what: What, world: World, total_steps: int, first: Microbatch | None) -> Parts:
     """The model on its device and laid over the ranks, and everything that changes it.
 
     Collective: all ranks must call.
+
+    Args:
+        first: a microbatch of this rank; None where nothing is trained.
     """
     train_config, device = config.train, world.device
     if device.type == "cuda":
@@ -144,11 +147,14 @@ def make_parts(config: Config, what: What, world: World, total_steps: int) -> Pa
     module = what.module.to(device)
     if train_config.compile:
         module.compile()
-    model = parallel.lay_out(module, world)
+    low = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}.get(train_config.precision)
+    autocast: AbstractContextManager[object] = (
+        nullcontext() if low is None else torch.autocast(device.type, dtype=low)
+    )
+    model = module if first is None else parallel.lay_out(module, world, what.task, first, autocast)
     groups = optim.parameter_groups(module, config.optimizer, train_config.no_weight_decay)
     optimizer = targets.build(config.optimizer, "optimizer", params=groups)
     scheduler = targets.build(config.scheduler, "scheduler", optimizer=optimizer, total_steps=total_steps)
-    low = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}.get(train_config.precision)
     scaler = torch.amp.GradScaler(device.type) if train_config.precision is Precision.fp16 else None
     parameters = [p for p in module.parameters() if p.requires_grad]
     sticky = train_config.nonfinite is NonFinite["raise"]
@@ -164,7 +170,7 @@ def make_parts(config: Config, what: What, world: World, total_steps: int) -> Pa
         optimizer=optimizer,
         scheduler=scheduler,
         guard=optim.FiniteGuard(parameters, optimizer, device, sticky=sticky, scaled=scaler is not None),
-        autocast=nullcontext() if low is None else torch.autocast(device.type, dtype=low),
+        autocast=autocast,
         scaler=scaler,
         ema=None if train_config.ema_decay is None else optim.Ema(module, train_config.ema_decay),
         world=world,
@@ -215,5 +221,6 @@ def steps_left(config: Config, batches: Batches, state: State) -> int:
     return max(0, min(left))
 
 
-def first_microbatches(batches: Batches, state: State) -> Iterator[Microbatch]:
-    yield from next(batches.starting_at(state.epoch, state.samples)).microbatches
+def first_microbatch(batches: Batches, state: State) -> Microbatch:
+    """The next microbatch of this rank."""
+    return next(batches.starting_at(state.epoch, state.samples)).microbatches[0]

@@ -5,8 +5,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from ddp_experiments import identity, parallel, targets
-from ddp_experiments.build import What, build, first_microbatches, make_parts, steps_left
+from ddp_experiments import identity, targets
+from ddp_experiments.build import What, build, first_microbatch, make_parts, steps_left
 from ddp_experiments.checkpoint.export import checkpoint_of, weights_in
 from ddp_experiments.checkpoint.names import model_tensors
 from ddp_experiments.checkpoint.tensors import copy_into
@@ -61,11 +61,10 @@ def train_and_test(
     total_steps = state.step + steps_left(config, batches, state)
     nothing_new = progress.was_done and total_steps == state.step
     with tracked(config, saved, place, total_steps) as tracker:
-        parts = make_parts(config, what, world, total_steps)
+        parts = make_parts(config, what, world, total_steps, first_microbatch(batches, state))
         evaluators = what.evaluators(config, parts)
         if checkpoint is not None:
             restore(parts, checkpoint, state)
-        parallel.settle(parts.model, parts.task, first_microbatches(batches, state), parts.autocast)
         recorder = Recorder(config, parts, tracker, place, length=batches.length)
         announce(config, place, parts, total_steps, checkpoint)
         with closing(recorder), profiling(folder, world, config.log.profile_steps) as profiler:
@@ -100,7 +99,7 @@ def evaluate_only(config: Config, saved: Mapping[str, Any], what: What, place: P
     """
     value = None
     with tracked(config, saved, place, 0) as tracker:
-        parts = make_parts(config, what, place.world, 1)
+        parts = make_parts(config, what, place.world, 1, None)
         parts.ema = None
         for part, evaluation in what.evaluators(config, parts).items():
             metrics = evaluation()

@@ -11,7 +11,7 @@ for each global batch:
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -168,25 +168,19 @@ def train(
     """
     stream = batches.starting_at(state.epoch, state.samples)
     log_every, save_every = config.log.every_steps, config.checkpoint.every_steps
-    clip_norm = config.train.clip_norm
-    started, started_at, waited = time.perf_counter(), state.step, 0.0
-    stop, stopped_early = None, False
+    clock, stop, stopped_early = Clock(state.step), None, False
     while state.step < total_steps and stop is None and not stopped_early:
-        before = time.perf_counter()
-        batch = next(stream)
-        waited += time.perf_counter() - before
+        batch = clock.wait_for(stream)
         step = state.step + 1
-        logs, evaluates = (
-            step % log_every == 0,
-            evaluation is not None and evaluates_at(step, batch, total_steps, config),
-        )
+        logs = step % log_every == 0
+        evaluates = evaluation is not None and evaluates_at(step, batch, total_steps, config)
         saves = step == total_steps or (save_every is not None and step % save_every == 0)
         pauses = logs or evaluates or saves or watch.due(step)
         sums = Sums(parts.world.device) if pauses else None
 
         parts.seed_step(step)
-        norm = train_step(parts, batch, clip_norm, sums if logs else None)
-        lr = parts.optimizer.param_groups[0]["lr"] if logs else 0.0
+        norm = train_step(parts, batch, config.train.clip_norm, sums if logs else None)
+        lr = parts.optimizer.param_groups[0]["lr"]
         parts.scheduler.step()
         if parts.ema is not None:
             parts.ema.update()
@@ -201,20 +195,8 @@ def train(
         reduced = sums.reduce(parts.world)  # host sync
         verdict = watch.read(reduced, step)
         if logs:
-            now = time.perf_counter()
-            recorder.log(
-                point_of(
-                    state,
-                    batch,
-                    reduced,
-                    parts.task,
-                    lr,
-                    norm,
-                    (now - started) / (step - started_at),
-                    waited / (now - started),
-                )
-            )
-            started, started_at, waited = now, step, 0.0
+            recorder.log(point_of(state, batch, reduced, parts.task, lr, norm, clock))
+            clock.restart(step)
         if verdict.failed_ranks:
             recorder.finish()  # raises what hindered it
         heed(verdict, bad_steps, state, sticky=parts.guard.sticky)
@@ -225,10 +207,32 @@ def train(
             recorder.log_evaluation(state, metrics)
             patience = config.train.early_stop_patience
             stopped_early = patience is not None and state.evaluations_without_gain >= patience
-            started, started_at, waited = time.perf_counter(), step, 0.0
+            clock.restart(step)
         if saves or stopped_early or stop is not None:
             recorder.save(state)
     return stop
+
+
+class Clock:
+    """How long steps take, and how much of it is waiting for data."""
+
+    def __init__(self, step: int) -> None:
+        self.restart(step)
+
+    def restart(self, step: int) -> None:
+        """Measure from here on, after step `step`."""
+        self.step, self.started, self.waited = step, time.perf_counter(), 0.0
+
+    def wait_for(self, stream: Iterator[Batch]) -> Batch:
+        before = time.perf_counter()
+        batch = next(stream)
+        self.waited += time.perf_counter() - before
+        return batch
+
+    def read(self, step: int) -> tuple[float, float]:
+        """(seconds a step, share of them spent waiting for data) since the last restart."""
+        seconds = time.perf_counter() - self.started
+        return seconds / (step - self.step), self.waited / seconds
 
 
 def evaluates_at(step: int, batch: Batch, total_steps: int, config: Config) -> bool:
@@ -248,15 +252,14 @@ def point_of(
     task: Task,
     lr: float,
     norm: Tensor | None,
-    step_seconds: float,
-    wait_share: float,
+    clock: Clock,
 ) -> Point:
     """The log point of a step, from the reduced sums."""
-    sums = {k: v for k, v in reduced.items() if not k.startswith("flag/")}
+    step_seconds, wait_share = clock.read(state.step)
     return Point(
         state=state,
         epoch=batch.epoch,
-        metrics=task.finish(sums, batch.count),
+        metrics=task.finish({k: v for k, v in reduced.items() if not k.startswith("flag/")}, batch.count),
         lr=lr,
         grad_norm=float("nan") if norm is None else norm.item(),  # host sync
         step_seconds=step_seconds,
@@ -270,7 +273,6 @@ def heed(verdict: Verdict, bad_steps: int, state: State, *, sticky: bool) -> Non
 
     Raises:
         NonFiniteError: steps were not finite, and that ends the run.
-        RuntimeError: a checkpoint could not be written.
     """
     ranks = ", ".join(map(str, verdict.nonfinite_ranks))
     whose = f"the loss of rank {ranks} was not finite" if ranks else "the losses were finite"
@@ -287,8 +289,6 @@ def heed(verdict: Verdict, bad_steps: int, state: State, *, sticky: bool) -> Non
         logger.warning(
             "%d step(s) up to step %d left out: infinite or NaN gradients (%s)", bad_steps, state.step, whose
         )
-    if verdict.failed_ranks:
-        raise RuntimeError(f"rank {', '.join(map(str, verdict.failed_ranks))} could not write a checkpoint")
 
 
 def improves(state: State, value: float, config: Checkpoint) -> bool:

@@ -1,6 +1,6 @@
 """How the model is laid over the ranks."""
 
-from collections.abc import Iterable
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 
@@ -13,6 +13,8 @@ from ddp_experiments.data import Microbatch
 from ddp_experiments.errors import Refused
 from ddp_experiments.tasks import Task
 from ddp_experiments.world import World
+
+logger = logging.getLogger("ddp_experiments")
 
 # The argument's name since torch 2.13, and before.
 BUFFERS = next(
@@ -37,42 +39,66 @@ def check_batch_statistics(model: nn.Module, smallest_share: int) -> None:
         )
 
 
-def lay_out(module: nn.Module, world: World) -> nn.Module:
+def lay_out(
+    module: nn.Module, world: World, task: Task, first: Microbatch, autocast: AbstractContextManager[object]
+) -> nn.Module:
     """The model as the ranks train it: itself on one rank, else in DistributedDataParallel.
 
-    Collective: all ranks must call.
+    Parameters and buffers are afterwards as they were. Collective: all ranks must call.
+
+    Args:
+        first: a microbatch of this rank, for passes whose gradients are thrown away.
     """
     if world.world_size == 1:
         return module
-    return DistributedDataParallel(
+    buffers = [b.clone() for b in module.buffers()]
+    idle = idle_parameters(module, world, task, first, autocast)
+    if idle:
+        logger.info("no gradient in a first pass: %s; DDP looks for such parameters in every step", idle)
+    model = DistributedDataParallel(
         module,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
+        find_unused_parameters=bool(idle),
         # Rank 0's buffers are the run's; the others copy them before an evaluation.
         **{BUFFERS: False},  # type: ignore[arg-type]
     )
-
-
-def settle(
-    model: nn.Module, task: Task, microbatches: Iterable[Microbatch], autocast: AbstractContextManager[object]
-) -> None:
-    """Do two throw-away passes: DDP rebuilds its buckets at its second forward, which reorders sums.
-
-    Fresh and continued runs both do them, so that from three ranks on they stay bitwise equal. Parameters,
-    gradients and buffers are afterwards as they were. Collective: all ranks must call.
-    """
-    if not isinstance(model, DistributedDataParallel):
-        return
-    buffers = [b.clone() for b in model.module.buffers()]
-    first = next(iter(microbatches))
+    # DDP rebuilds its buckets at its second forward, which reorders sums from three ranks on: fresh and
+    # continued runs both leave that behind them here, and so stay bitwise equal.
     for _ in range(2):
-        with autocast:
-            loss_sum = task.loss_sum(task.forward(model, first.inputs), first.targets, first.weight_B)
-        loss_sum.backward()  # type: ignore[no-untyped-call]
-    model.zero_grad(set_to_none=True)
+        throw_away_pass(model, task, first, autocast)
     with torch.no_grad():
-        for buffer, before in zip(model.module.buffers(), buffers, strict=True):
+        for buffer, before in zip(module.buffers(), buffers, strict=True):
             buffer.copy_(before)
+    return model
+
+
+def idle_parameters(
+    module: nn.Module, world: World, task: Task, first: Microbatch, autocast: AbstractContextManager[object]
+) -> str:
+    """Names of trainable parameters that get no gradient on some rank; empty if there are none.
+
+    On one rank such parameters are simply left alone, so they must not be an error on several.
+    Collective: all ranks must call.
+    """
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    used = throw_away_pass(module, task, first, autocast)
+    count = torch.tensor([float(name in used) for name in trained], device=world.device)
+    world.all_reduce_sum(count)
+    names = [n for n, ranks in zip(trained, count.tolist(), strict=True) if ranks < world.world_size]
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def throw_away_pass(
+    model: nn.Module, task: Task, first: Microbatch, autocast: AbstractContextManager[object]
+) -> set[str]:
+    """Forward and backward without consequences; returns the names of the parameters that got a gradient."""
+    with autocast:
+        loss_sum = task.loss_sum(task.forward(model, first.inputs), first.targets, first.weight_B)
+    loss_sum.backward()  # type: ignore[no-untyped-call]
+    used = {name for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return used
 
 
 def reduces_gradients(model: nn.Module, now: bool) -> AbstractContextManager[object]:

@@ -141,3 +141,17 @@ class FaultyClassification(Classification):
         self.calls += 1
         loss = super().loss_sum(outputs, targets, weight_B)
         return loss * float("nan") if fault(self.calls) == "nan" else loss
+
+
+class HalfIdle(torch.nn.Module):
+    """A model with a layer that never gets a gradient, and one that is frozen."""
+
+    def __init__(self, in_features: int = 64, out_features: int = 10) -> None:
+        super().__init__()
+        self.used = torch.nn.Linear(in_features, out_features)
+        self.idle = torch.nn.Linear(3, 3)
+        self.frozen = torch.nn.Linear(in_features, in_features).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.used(self.frozen(x.flatten(1)))
+        return y

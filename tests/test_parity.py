@@ -88,3 +88,23 @@ def test_an_evaluation_counts_each_sample_once(
     assert sorted(seen) == list(range(validation))
     found = [p for run in (alone(*words), many) for p in compare.points(run) if "eval/loss" in p]
     assert found[1] == pytest.approx(found[0], rel=1e-12)
+
+
+def test_parameters_without_gradient_train_alike_on_one_rank_and_two(train: Callable[..., Result]) -> None:
+    words = (
+        "experiment=digits_mlp",
+        "model=linear",
+        "model._target_=tests.probes.HalfIdle",
+        "train.precision=fp64",
+        "train.accumulation_steps=2",
+        "train.max_epochs=null",
+        "train.max_steps=20",
+        "log.every_steps=1",
+        "mode.threads=1",
+    )
+    one = train(*words).ok().folder
+    result = train(*words, "mode=multigpu", ranks=2).ok()
+    assert "no gradient in a first pass: idle.weight, idle.bias" in result.text
+    two = result.folder
+    assert compare.losses(two) == pytest.approx(compare.losses(one), rel=1e-9)
+    assert compare.largest_difference(compare.weights(one), compare.weights(two)) < 1e-9

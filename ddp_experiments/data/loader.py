@@ -6,6 +6,7 @@ Shape suffixes: B = samples of a microbatch.
 """
 
 import random
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -223,6 +224,11 @@ def _random_state() -> tuple[Any, ...]:
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), numbers
 
 
+def _leave_signals(worker: int) -> None:
+    """A Ctrl-C of the terminal reaches the loader's processes, too; they go when the rank goes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def make_loader(
     dataset: Dataset[Any], keys: Any, *, seed: int, device: torch.device, workers: int
 ) -> DataLoader[Any]:
@@ -233,6 +239,7 @@ def make_loader(
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=device.type == "cuda",
+        worker_init_fn=_leave_signals,
         generator=torch.Generator().manual_seed(seed),  # else it draws from the global one
         collate_fn=getattr(dataset, "collate", default_collate),
     )
