@@ -15,8 +15,9 @@ setup: .venv/installed  ## make .venv and install everything at the versions of 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-train: setup  ## train the default experiment (ARGS="experiment=digits_mlp optimizer.lr=3e-3")
-	$(BIN)/python train.py $(ARGS)
+train: setup  ## train the default experiment (ARGS="experiment=digits_mlp optimizer.lr=1e-3")
+	@$(BIN)/python train.py $(ARGS)
+	@echo "to go on in this shell: source .venv/bin/activate"
 
 test: check  ## check, and run the tests, all but the slow ones
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" $(ARGS)

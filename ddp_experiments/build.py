@@ -1,30 +1,34 @@
 """From the config to what is trained: data, task and model first, then the parts that change the model."""
 
+import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
 from ddp_experiments import optim, parallel, targets
 from ddp_experiments.checkpoint.export import load_weights
+from ddp_experiments.checkpoint.names import model_tensors
 from ddp_experiments.config import Config, NonFinite, Precision
 from ddp_experiments.data import Batches, Microbatch, Splits, evaluation_batches
-from ddp_experiments.data.loader import in_memory, to_device
+from ddp_experiments.data.loader import in_memory, said_by, to_device
 from ddp_experiments.data.order import smallest_share
 from ddp_experiments.environment import Environment
 from ddp_experiments.errors import Refused
-from ddp_experiments.loop import Parts, State, evaluate
+from ddp_experiments.identity import names_a_run
+from ddp_experiments.loop import Parts, State, evaluate, evaluating
 from ddp_experiments.tasks import Task
 from ddp_experiments.world import World, choose_device
 
 
 @dataclass
-class What:
+class Ingredients:
     """The experiment without a place: data, task, and the model on the CPU."""
 
     splits: Splits
@@ -48,26 +52,26 @@ class What:
 
     def evaluators(self, config: Config, parts: Parts) -> dict[str, Callable[[], dict[str, float]]]:
         """A function for each part there is (eval, test) that evaluates it on all ranks."""
-        chosen = {"eval": self.splits.validation, "test": self.splits.test if config.eval.test else None}
-        found = {k: v for k, v in chosen.items() if v is not None and len(v)}  # type: ignore[arg-type]
-        return {name: _evaluator(config, parts, data) for name, data in found.items()}
+        found = evaluated(config, self.splits)
+        return {name: _evaluator(config, parts, data) for name, data in found.items() if data is not None}
 
 
-def build(config: Config, environment: Environment) -> What:
+def build(config: Config, environment: Environment) -> Ingredients:
     """Make data, task and model from the config and the seed; touches no device.
 
     Raises:
         Refused: the data is empty, too small for the batch, or a part refuses its arguments.
     """
     try:
-        torch.manual_seed(config.seed)
+        seed_everything(config.seed)
         splits = make_splits(config)
-        torch.manual_seed(config.seed)  # the weights must not depend on what the data drew
+        seed_everything(config.seed)  # the weights must not depend on what the data drew
         module = targets.build(config.model, "model")
         task = targets.build(config.task, "task")
+        model_tensors(module)  # all of its state can be saved
     except ValueError as error:
         raise Refused(str(error)) from error
-    what = What(splits, task, module.to(dtype_of(config)))
+    what = Ingredients(splits, task, module.to(dtype_of(config)))
     length = len(splits.train)  # type: ignore[arg-type]
     if length == 0:
         raise Refused("the training part has no samples; check the settings of data")
@@ -79,32 +83,49 @@ def build(config: Config, environment: Environment) -> What:
         raise Refused(str(error)) from None
     share = smallest_share(sizes, world_size=world_size, accumulation_steps=accumulation)
     if not config.eval_only:
-        parallel.check_batch_statistics(module, share)
+        if not any(p.requires_grad for p in module.parameters()):
+            raise Refused(f"{type(module).__name__} has no parameter to train; check the settings of model")
+        parallel.check_batch_statistics(module, share, skips=config.train.nonfinite is NonFinite.skip)
+    elif not any(evaluated(config, splits).values()):
+        raise Refused("eval_only=true, but data has neither a validation nor a test part")
     if choose_device(config.mode, environment).type == "cpu":  # a model may need an accelerator
         check_fit(what, dtype_of(config))
     if config.eval_only:
         load_weights(module, Path(config.from_run or config.init_from or ""), config.eval.weights.value)
-    elif config.init_from:
+    elif config.init_from and not names_a_run(config):
         load_weights(module, Path(config.init_from))
     return what
 
 
-def check_fit(what: What, dtype: torch.dtype) -> None:
+def seed_everything(seed: int) -> None:
+    """Seed every generator that data and models may draw from while they are made."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+def evaluated(config: Config, splits: Splits) -> dict[str, Dataset[Any] | None]:
+    """The parts of the data that are evaluated, eval and test; None where there is no sample."""
+    chosen = {"eval": splits.validation, "test": splits.test if config.eval.test else None}
+    return {k: v if v is not None and len(v) else None for k, v in chosen.items()}  # type: ignore[arg-type]
+
+
+def check_fit(what: Ingredients, dtype: torch.dtype) -> None:
     """Find out whether model, data and task fit one another, by the shapes of one sample.
 
     Raises:
         Refused: they don't.
     """
     data = what.splits.train
-    sample = getattr(data, "collate", default_collate)([data[0]])
+    items = data.__getitems__([0]) if hasattr(data, "__getitems__") else [data[0]]
+    sample = said_by(data, "collate", default_collate)(items)
     if not (isinstance(sample, list | tuple) and len(sample) == 2):
         raise Refused("an item of the data must be (input, target); see docs/own.md")
     inputs, targets_ = to_device(sample, torch.device("cpu"), dtype)
-    what.module.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(what.module):
             what.task.loss_B(what.task.forward(what.module, inputs), targets_)
-    except (RuntimeError, ValueError, IndexError) as error:
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         shapes = [str(tuple(t.shape)) for t in (inputs, targets_) if isinstance(t, torch.Tensor)]
         parts = f"{type(what.module).__name__} and {type(what.task).__name__}"
         reason = str(error).partition("\n")[0]
@@ -112,8 +133,6 @@ def check_fit(what: What, dtype: torch.dtype) -> None:
             f"{parts} don't take this data, input and target {' and '.join(shapes)}: {reason}; "
             "choose model, data and task that fit, or their settings"
         ) from error
-    finally:
-        what.module.train()
 
 
 def make_splits(config: Config) -> Splits:
@@ -132,13 +151,15 @@ def dtype_of(config: Config) -> torch.dtype:
     return torch.float64 if config.train.precision is Precision.fp64 else torch.float32
 
 
-def make_parts(config: Config, what: What, world: World, total_steps: int, first: Microbatch | None) -> Parts:
+def make_parts(
+    config: Config, what: Ingredients, world: World, total_steps: int, first: Microbatch | None
+) -> Parts:
     """The model on its device and laid over the ranks, and everything that changes it.
 
     Collective: all ranks must call.
 
     Args:
-        first: a microbatch of this rank; None where nothing is trained.
+        first: a microbatch of this rank; None on one rank, or where nothing is trained.
     """
     train_config, device = config.train, world.device
     if device.type == "cuda":
@@ -151,7 +172,9 @@ def make_parts(config: Config, what: What, world: World, total_steps: int, first
     autocast: AbstractContextManager[object] = (
         nullcontext() if low is None else torch.autocast(device.type, dtype=low)
     )
-    model = module if first is None else parallel.lay_out(module, world, what.task, first, autocast)
+    model, shared = module, list[torch.Tensor]()
+    if first is not None:
+        model, shared = parallel.lay_out(module, world, what.task, first, autocast)
     groups = optim.parameter_groups(module, config.optimizer, train_config.no_weight_decay)
     optimizer = targets.build(config.optimizer, "optimizer", params=groups)
     scheduler = targets.build(config.scheduler, "scheduler", optimizer=optimizer, total_steps=total_steps)
@@ -177,6 +200,7 @@ def make_parts(config: Config, what: What, world: World, total_steps: int, first
         seed=config.seed,
         dtype=dtype_of(config),
         parameters=parameters,
+        shared_buffers=shared,
         generators=generators,
     )
 
@@ -217,7 +241,7 @@ def steps_left(config: Config, batches: Batches, state: State) -> int:
         left.append(config.train.max_steps - state.step)
     if config.train.max_epochs is not None:
         epochs = config.train.max_epochs - state.epoch
-        left.append(epochs * batches.steps_per_epoch - batches.steps_before(state.samples))
+        left.append((epochs - 1) * batches.steps_per_epoch + batches.steps_from(state.samples))
     return max(0, min(left))
 
 

@@ -38,6 +38,19 @@ SECRET = re.compile(
 SAVED = "saved_run"  # the name under which --from-run gives a saved config to Hydra
 FROM_RUN = {"--from-run": "from_run", "--continue": "resume.run"}  # option: the setting that keeps its folder
 PRESETS = ("experiment", "debug")
+OTHER_NAMES = {  # what people coming from elsewhere type
+    "batch_size": "train.global_batch_size",
+    "device": "mode.device",
+    "dropout": "model.dropout",
+    "epochs": "train.max_epochs",
+    "learning_rate": "optimizer.lr",
+    "lr": "optimizer.lr",
+    "num_epochs": "train.max_epochs",
+    "num_workers": "train.num_workers",
+    "steps": "train.max_steps",
+    "weight_decay": "optimizer.weight_decay",
+    "workers": "train.num_workers",
+}
 OF_HYDRA = ("mode", "launcher", "sweeper", "searchpath", "verbose")  # what may be set of Hydra's own settings
 
 
@@ -46,6 +59,8 @@ OF_HYDRA = ("mode", "launcher", "sweeper", "searchpath", "verbose")  # what may 
 
 def near(word: str, names: Iterable[str]) -> str:
     """A 'did you mean' for a mistyped name, or nothing."""
+    if word in OTHER_NAMES:
+        return f" Did you mean {OTHER_NAMES[word]}?"
     names = list(names)
     last = word.rpartition(".")[2]
     swapped = [n for n in names if sorted(n) == sorted(word)]  # two letters changed places
@@ -371,7 +386,7 @@ def take_saved_config(argv: list[str]) -> list[str]:
     ]
     given = [option for option in FROM_RUN if option in words]
     if not given:
-        return argv
+        return own_targets(argv)
     at = words.index(given[0])
     if len(given) > 1 or words.count(given[0]) > 1 or at + 1 >= len(words):
         raise Refused(f"type one of {' DIR, '.join(FROM_RUN)} DIR, once, with the folder of a run")
@@ -388,9 +403,39 @@ def take_saved_config(argv: list[str]) -> list[str]:
 
 
 def flags_first(argv: list[str]) -> list[str]:
-    """Put -m before the overrides: between them Hydra doesn't understand it."""
-    flags = [w for w in argv if w in ("-m", "--multirun")]
-    return [*flags, *(w for w in argv if w not in flags)]
+    """Put -m and --config-dir before the overrides: between them Hydra doesn't understand them.
+
+    Raises:
+        Refused: a setting written in another way than key=value.
+    """
+    flags, rest, words = [], [], iter(argv)
+    for word in words:
+        name = word.strip("-").partition("=")[0]
+        if word in ("-m", "--multirun") or word.startswith("--config-dir="):
+            flags.append(word)
+        elif word in ("--config-dir", "-cd"):
+            flags += [word, next(words, "")]
+        elif word == "=":
+            raise Refused("no blanks around =, please: type key=value")
+        elif word.startswith("--") and (name in OTHER_NAMES or name in dict(schema.walk()) or "." in name):
+            raise Refused(f"{word}: settings are typed without dashes, {OTHER_NAMES.get(name, name)}=VALUE")
+        else:
+            rest.append(word)
+    return [*flags, *rest]
+
+
+def own_targets(argv: list[str]) -> list[str]:
+    """Where a group's `_target_` is typed but no option, leave out the arguments of the default option."""
+    chosen = {word.partition("=")[0] for word in argv}
+    groups = {g for g in schema.OPEN_GROUPS if f"{g}._target_" in chosen and g not in chosen}
+
+    def words(word: str) -> list[str]:
+        group, _, argument = word.partition("=")[0].partition(".")
+        if group not in groups or not argument:
+            return [word]
+        return [f"{group}=own", word] if argument == "_target_" else [f"++{word}"]
+
+    return [new for word in argv for new in words(word)]
 
 
 def entry(main: Callable[[], Any]) -> None:

@@ -148,15 +148,19 @@ class Checkpoint:
         None, "free", "save every so many steps; null = with best and at the end only"
     )
     keep_last: int = setting(2, "free", "newest checkpoints kept; the best one is always kept")
-    metric: str = setting("loss", "ask", "what makes a checkpoint the best: a metric of the validation part")
-    metric_mode: MetricMode = setting(MetricMode.min, "ask", "min: smaller is better; max: larger is better")
+    metric: str = setting(
+        "loss", "fixed", "what makes a checkpoint the best: a metric of the validation part"
+    )
+    metric_mode: MetricMode = setting(
+        MetricMode.min, "fixed", "min: smaller is better; max: larger is better"
+    )
 
 
 @dataclass
 class Log:
     """What is written while training."""
 
-    every_steps: int = setting(10, "free", "steps between log points: the only host-device synchronisation")
+    every_steps: int = setting(10, "free", "optimizer steps between two log points")
     tensorboard: bool = setting(True, "free", "write TensorBoard events into the run folder")
     progress: bool = setting(True, "free", "one progress bar on rank 0 of a terminal; else plain lines")
     profile_steps: int = setting(0, "free", "trace so many steps with torch.profiler into the run folder")
@@ -180,7 +184,7 @@ class Config:
     run_id: str | None = setting(None, "free", "folder below the name; null = the time of the start")
     seed: int = setting(0, "fixed", "all randomness follows from it; 0 is a seed like any other")
     eval_only: bool = setting(
-        False, "free", "no training: evaluate weights (with --from-run DIR or init_from=PATH)"
+        False, "fixed", "no training: evaluate weights (with --from-run DIR or init_from=PATH)"
     )
     from_run: str | None = setting(None, "free", "the run whose settings were taken; set by --from-run DIR")
     init_from: str | None = setting(
@@ -241,10 +245,9 @@ def resume_rule(key: str, schedule_has_horizon: bool) -> str:
     if key in HORIZON and schedule_has_horizon:
         return "ask"
     rules = {k: f.metadata["resume"] for k, f in walk()}
-    while key not in rules:
+    while key and key not in rules:
         key = key.rpartition(".")[0]
-    rule: str = rules[key]
-    return rule
+    return str(rules.get(key, "fixed"))
 
 
 def conflicts(config: Config) -> Iterator[str]:
@@ -271,6 +274,8 @@ def conflicts(config: Config) -> Iterator[str]:
         yield f"log.profile_steps={config.log.profile_steps} must be at least 0"
     if config.eval_only and not (config.from_run or config.init_from):
         yield "eval_only=true needs weights: add --from-run DIR or init_from=PATH"
+    if config.eval_only and config.from_run and config.init_from:
+        yield "eval_only=true takes one: --from-run DIR, or init_from=PATH (init_from=null leaves it out)"
     if config.eval_only and config.resume.run:
         yield "eval_only=true doesn't continue a run; type --from-run DIR instead of --continue DIR"
 

@@ -22,7 +22,6 @@ class Environment:
     master_addr: str = ""
     master_port: int = 0
     agent_store: bool = False  # the launcher's own store listens on master_addr:master_port
-    restart_count: int = 0
 
 
 def read(variables: Mapping[str, str] | None = None) -> Environment:
@@ -64,7 +63,6 @@ def read(variables: Mapping[str, str] | None = None) -> Environment:
         master_addr=env.get("MASTER_ADDR", ""),
         master_port=number("MASTER_PORT", 0),
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
     )
     inside = (
         result.rank < result.world_size and result.local_rank < result.local_world_size <= result.world_size

@@ -72,10 +72,10 @@ class Appender:
 class EventWriter:
     """One event file of a run. A continued run says from which step on its points replace older ones."""
 
-    def __init__(self, folder: Path, on_error: Callable[[OSError], None], *, first_step: int) -> None:
+    def __init__(self, folder: Path, on_error: Callable[[OSError], None], *, first_step: int | None) -> None:
         self.file = Appender(folder / _name(folder), on_error)
         self._event(event_pb2.Event(file_version="brain.Event:2"))
-        if first_step > 1:
+        if first_step is not None:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._event(event_pb2.Event(step=first_step, session_log=start))
 

@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from ddp_experiments import identity, targets
-from ddp_experiments.build import What, build, first_microbatch, make_parts, steps_left
+from ddp_experiments.build import Ingredients, build, first_microbatch, make_parts, steps_left
 from ddp_experiments.checkpoint.export import checkpoint_of, weights_in
-from ddp_experiments.checkpoint.names import model_tensors
-from ddp_experiments.checkpoint.tensors import copy_into
+from ddp_experiments.checkpoint.names import load, model_tensors
 from ddp_experiments.config import Config
 from ddp_experiments.environment import Environment
+from ddp_experiments.errors import Stopped
 from ddp_experiments.health import Watch, stop_signals
 from ddp_experiments.loop import train
 from ddp_experiments.recorder import Place, Recorder, announce, closing_lines, reported, tracked
 from ddp_experiments.resume import find_checkpoint, read_state, restore
-from ddp_experiments.tracking import log_lines, profiling
-from ddp_experiments.world import Meeting, join
+from ddp_experiments.tracking import log_lines, profiling, was_tested
+from ddp_experiments.world import Meeting, join, set_threads
 
 
 def run(config: Config, saved: Mapping[str, Any], environment: Environment, job: Path | None) -> float | None:
@@ -30,8 +30,9 @@ def run(config: Config, saved: Mapping[str, Any], environment: Environment, job:
     Returns:
         The best value of checkpoint.metric, for sweepers; None without evaluations.
     """
-    what = build(config, environment)  # first: what is refused here leaves no folder and no group
-    meeting = Meeting(environment, config.mode.init_timeout_seconds)
+    set_threads(config.mode, environment)
+    what = build(config, environment)  # what is refused here leaves no folder and no group
+    meeting = Meeting(environment, config.mode)
     horizon = targets.takes(config.scheduler, "scheduler", "total_steps")
     with (
         identity.claim(config, saved, meeting, rank=environment.rank, job=job, horizon=horizon) as folder,
@@ -42,14 +43,14 @@ def run(config: Config, saved: Mapping[str, Any], environment: Environment, job:
         checkpoint = find_checkpoint(folder, meeting)
         progress.state = read_state(checkpoint, len(what.splits.train))  # type: ignore[arg-type]
         with join(config.mode, environment, meeting) as world:
-            place = Place(folder, progress, world, Watch(world, request))
+            place = Place(folder, progress, world, Watch(world, request, progress.state.step))
             if config.eval_only:
                 return evaluate_only(config, saved, what, place)
             return train_and_test(config, saved, what, place, checkpoint)
 
 
 def train_and_test(
-    config: Config, saved: Mapping[str, Any], what: What, place: Place, checkpoint: Path | None
+    config: Config, saved: Mapping[str, Any], what: Ingredients, place: Place, checkpoint: Path | None
 ) -> float | None:
     """Train from where the run stands, then evaluate the test part from the best weights.
 
@@ -59,15 +60,20 @@ def train_and_test(
     folder, progress, world, state = place.folder, place.progress, place.world, place.progress.state
     batches = what.batches(config, world)
     total_steps = state.step + steps_left(config, batches, state)
-    nothing_new = progress.was_done and total_steps == state.step
+    tested = was_tested(folder.folder, total_steps)
     with tracked(config, saved, place, total_steps) as tracker:
-        parts = make_parts(config, what, world, total_steps, first_microbatch(batches, state))
+        first = first_microbatch(batches, state) if world.world_size > 1 else None
+        parts = make_parts(config, what, world, total_steps, first)
         evaluators = what.evaluators(config, parts)
         if checkpoint is not None:
             restore(parts, checkpoint, state)
         recorder = Recorder(config, parts, tracker, place, length=batches.length)
         announce(config, place, parts, total_steps, checkpoint)
-        with closing(recorder), profiling(folder, world, config.log.profile_steps) as profiler:
+        with (
+            closing(recorder),
+            place.watch.request.deferred(),
+            profiling(folder, world, config.log.profile_steps) as profiler,
+        ):
             stop = train(
                 parts,
                 batches,
@@ -81,18 +87,18 @@ def train_and_test(
             )
         recorder.finish()
         if stop is not None:
-            progress.stopped(stop)
-        if "test" in evaluators and not nothing_new:
-            copy_into(
-                weights_in(checkpoint_of(folder.folder, "best")), model_tensors(parts.module), "the best step"
-            )
+            raise Stopped(stop)
+        if "test" in evaluators and not tested:
+            if world.is_rank0:
+                load(parts.module, weights_in(checkpoint_of(folder.folder, "best")), "the best step")
+            world.copy_from_rank0(model_tensors(parts.module).values())
             parts.ema = None  # the averages are in the weights now
             tracker.log_evaluation(state, evaluators["test"](), "test")
         progress.done(closing_lines(config, folder, state))
         return state.best_value
 
 
-def evaluate_only(config: Config, saved: Mapping[str, Any], what: What, place: Place) -> float | None:
+def evaluate_only(config: Config, saved: Mapping[str, Any], what: Ingredients, place: Place) -> float | None:
     """Evaluate the weights of a run or file on the validation and test parts.
 
     Collective: all ranks must call.
@@ -105,5 +111,5 @@ def evaluate_only(config: Config, saved: Mapping[str, Any], what: What, place: P
             metrics = evaluation()
             tracker.log_evaluation(place.progress.state, metrics, part)
             value = metrics[config.checkpoint.metric] if value is None else value
-        place.progress.done([f"run {place.folder.folder}"])
+        place.progress.done([f"run {identity.shown(place.folder.folder)}"])
     return value

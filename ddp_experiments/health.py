@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from ddp_experiments.errors import Exit
+from ddp_experiments.errors import Exit, Stopped
 from ddp_experiments.metrics import Sums
 from ddp_experiments.world import World
 
@@ -21,20 +21,33 @@ LONGEST_PACE = 1000  # steps
 
 
 class StopRequest:
-    """Set by a signal; the loop looks at it. A second Ctrl-C ends the process at once."""
+    """What a signal asked for. Outside the loop it ends the process at once: there is nothing new to save."""
 
     def __init__(self) -> None:
         self.exit_code: Exit | None = None
+        self.deferring = False
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Only note signals while the block runs; the loop looks. A second Ctrl-C still ends the process."""
+        self.deferring = True
+        try:
+            yield
+        finally:
+            self.deferring = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.exit_code is not None:
+        code = STOP_SIGNALS[signal.Signals(number)]
+        if number == signal.SIGINT and (self.exit_code is not None or not self.deferring):
             raise KeyboardInterrupt
-        self.exit_code = STOP_SIGNALS[signal.Signals(number)]
+        if not self.deferring:
+            raise Stopped(code)
+        self.exit_code = code
 
 
 @contextmanager
 def stop_signals() -> Iterator[StopRequest]:
-    """Turn SIGINT, SIGTERM and SIGUSR1 into a request to save and leave, until the block ends."""
+    """Turn SIGINT, SIGTERM and SIGUSR1 into a request to leave in order, until the block ends."""
     request = StopRequest()
     before = {number: signal.signal(number, request._on_signal) for number in STOP_SIGNALS}
     try:
@@ -56,9 +69,9 @@ class Verdict:
 class Watch:
     """Says at which steps the ranks agree, and packs what they have to tell into the sums of that point."""
 
-    def __init__(self, world: World, request: StopRequest) -> None:
+    def __init__(self, world: World, request: StopRequest, step: int = 0) -> None:
         self.world, self.request = world, request
-        self.next_step, self.last_step, self.last_time = 0, 0, time.monotonic()
+        self.next_step, self.last_step, self.last_time = step, step, time.monotonic()
 
     def due(self, step: int) -> bool:
         """Tell whether `step` is a paced point. Equal on all ranks."""

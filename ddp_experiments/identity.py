@@ -79,9 +79,9 @@ def load_config(folder: Path) -> dict[str, Any]:
         node = OmegaConf.load(folder / "config.yaml")
     except (OSError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or f"not readable: {error}".splitlines()[0]
-        raise Refused(
-            f"{folder / 'config.yaml'}: {reason}; give the folder of a run, outputs/NAME/RUN"
-        ) from None
+        runs = sorted((p.parent for p in folder.glob("*/config.yaml")), key=lambda p: p.stat().st_mtime)
+        which = shown(runs[-1].resolve()) if runs else "outputs/NAME/RUN"
+        raise Refused(f"{folder / 'config.yaml'}: {reason}; give the folder of a run, {which}") from None
     saved = OmegaConf.to_container(node, resolve=False)
     if not isinstance(saved, dict) or not saved:
         raise Refused(
@@ -168,7 +168,10 @@ class Lock:
     def _open(self) -> Iterator[IO[str]]:
         with os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644), "r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            yield file
+            try:
+                yield file
+            finally:  # a process forked meanwhile has the same open file: closing ours would not do
+                fcntl.flock(file, fcntl.LOCK_UN)
 
     def _write(self, file: IO[str], counter: int) -> None:
         host, pid = socket.gethostname(), os.getpid()
@@ -321,6 +324,21 @@ def claim(
             run.lock.release()
 
 
+def names_a_run(config: Config) -> bool:
+    """Tell whether the settings name a run that exists, and so continue it."""
+    if config.resume.run:
+        return True
+    return (
+        bool(config.run_id) and (Path("outputs") / config.name / str(config.run_id) / "config.yaml").exists()
+    )
+
+
+def shown(path: Path) -> str:
+    """A path as a person would type it: relative to where the program runs, if it lies below."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
 def _choose(config: Config, agreement: Agreement, job: Path | None) -> tuple[Path, bool]:
     """(folder, whether it already holds a run). Rank 0 only."""
     if config.resume.run:
@@ -333,7 +351,7 @@ def _choose(config: Config, agreement: Agreement, job: Path | None) -> tuple[Pat
     folder = parent / (config.run_id or agreement.once("run_id", lambda: new_folder(parent).name))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        others = [p.name for p in folder.iterdir() if p.name != "lock"]
+        others = [p.name for p in folder.iterdir() if p.name != "lock" and not p.name.startswith(".")]
     except OSError as error:
         raise _unwritable(folder, error) from None
     if others and "config.yaml" not in others:

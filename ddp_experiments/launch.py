@@ -136,7 +136,9 @@ def run(config: Config, saved: Mapping[str, Any], job: Path | None) -> float | N
             raise SystemExit(Exit.DONE) from None
         raise
     except Exception as error:
-        if job is not None:
+        if job is not None:  # Hydra would tell the first failure only, and at the end
+            reasons = getattr(error, "__notes__", None) or [f"{type(error).__name__}: {error}"]
+            print(f"job {job.name} failed:", *reasons, file=sys.stderr, flush=True)
             raise
         if isinstance(error, Refused):
             refuse(error.faults)

@@ -116,7 +116,8 @@ class Ema:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        named = model.named_parameters(remove_duplicate=False)  # tied weights have both names in a checkpoint
+        self.parameters = {name: p for name, p in named if p.requires_grad}
         self.average = {name: p.detach().clone() for name, p in self.parameters.items()}
 
     @torch.no_grad()

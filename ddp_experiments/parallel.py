@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,13 +24,18 @@ BUFFERS = next(
 )
 
 
-def check_batch_statistics(model: nn.Module, smallest_share: int) -> None:
-    """Refuse batch norm where a rank's microbatch could be empty or one sample.
+def check_batch_statistics(model: nn.Module, smallest_share: int, *, skips: bool) -> None:
+    """Refuse batch norm where a rank's microbatch could be empty or one sample, or steps are skipped.
 
     Raises:
         Refused: it could.
     """
     norms = [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
+    if norms and skips:
+        raise Refused(
+            f"train.nonfinite=skip can't take a bad batch out of the running statistics of {norms[0]}; "
+            "leave train.nonfinite=raise, or take another norm, e.g. model.norm=group"
+        )
     if norms and smallest_share < 2:
         raise Refused(
             f"{norms[0]} takes statistics over a microbatch, but some rank would have one of "
@@ -41,16 +46,14 @@ def check_batch_statistics(model: nn.Module, smallest_share: int) -> None:
 
 def lay_out(
     module: nn.Module, world: World, task: Task, first: Microbatch, autocast: AbstractContextManager[object]
-) -> nn.Module:
-    """The model as the ranks train it: itself on one rank, else in DistributedDataParallel.
+) -> tuple[nn.Module, list[Tensor]]:
+    """The model in DistributedDataParallel, and the buffers that a step must begin with as rank 0 has them.
 
     Parameters and buffers are afterwards as they were. Collective: all ranks must call.
 
     Args:
         first: a microbatch of this rank, for passes whose gradients are thrown away.
     """
-    if world.world_size == 1:
-        return module
     buffers = [b.clone() for b in module.buffers()]
     idle = idle_parameters(module, world, task, first, autocast)
     if idle:
@@ -60,17 +63,23 @@ def lay_out(
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         find_unused_parameters=bool(idle),
-        # Rank 0's buffers are the run's; the others copy them before an evaluation.
+        # Rank 0's buffers are the run's; the others copy them before an evaluation, or in a step (`shared`).
         **{BUFFERS: False},  # type: ignore[arg-type]
     )
     # DDP rebuilds its buckets at its second forward, which reorders sums from three ranks on: fresh and
     # continued runs both leave that behind them here, and so stay bitwise equal.
     for _ in range(2):
         throw_away_pass(model, task, first, autocast)
+    # Batch norm reads its statistics in evaluations only; what other modules change, their forward may read.
+    norms = {id(b) for m in module.modules() if isinstance(m, _BatchNorm) for b in m.buffers(recurse=False)}
+    pairs = list(zip(module.buffers(), buffers, strict=True))
+    changed = torch.tensor([float(not torch.equal(b, before)) for b, before in pairs], device=world.device)
+    world.all_reduce_sum(changed)  # a rank may see a change that another doesn't
+    shared = [b for (b, _), n in zip(pairs, changed.tolist(), strict=True) if n and id(b) not in norms]
     with torch.no_grad():
-        for buffer, before in zip(module.buffers(), buffers, strict=True):
+        for buffer, before in pairs:
             buffer.copy_(before)
-    return model
+    return model, shared
 
 
 def idle_parameters(

@@ -50,6 +50,9 @@ class Recorder:
             is_writer=place.world.is_rank0,
             is_mine=lock.is_mine if lock else lambda: False,
         )
+        best = self._best(place.progress.state)
+        if best is not None and place.world.is_rank0:  # a kill may have come between checkpoint and pointer
+            self.writer.point_to(best)
 
     def log(self, point: Point) -> None:
         self.tracker.log(point)
@@ -59,12 +62,13 @@ class Recorder:
         self.tracker.log_evaluation(state, metrics)
 
     def save(self, state: State) -> None:
-        best = None
-        if state.best_step is not None:
-            metric = self.config.checkpoint.metric
-            best = {"step": state.best_step, "metric": metric, "value": state.best_value}
-        self.writer.save(state.step, *saved_form(self.parts, state, self.length), best)
+        self.writer.save(state.step, *saved_form(self.parts, state, self.length), self._best(state))
         self.progress.running()
+
+    def _best(self, state: State) -> dict[str, Any] | None:
+        if state.best_step is None:
+            return None
+        return {"step": state.best_step, "metric": self.config.checkpoint.metric, "value": state.best_value}
 
     def save_failed(self) -> bool:
         return self.writer.error is not None
@@ -89,13 +93,10 @@ class Progress:
 
     def __init__(self, folder: identity.Run, rank: int) -> None:
         self.folder, self.rank, self.state, self.written = folder, rank, State(), 0.0
-        status = folder.folder / "status.json"
-        try:
-            self.was_done = bool(directories.read_json(status)["state"] == "done")
-        except (OSError, ValueError, KeyError, TypeError):  # none yet, or a crash of the machine damaged it
-            self.was_done = False
+        self.started = False
 
     def running(self) -> None:
+        self.started = True
         if time.monotonic() - self.written > STATUS_SECONDS:
             self.folder.status("running", step=self.state.step)
             self.written = time.monotonic()
@@ -105,29 +106,24 @@ class Progress:
         for line in lines:
             logger.info(line)
 
-    def stopped(self, code: Exit) -> None:
-        """Leave after a save.
-
-        Raises:
-            Stopped: always.
-        """
-        state = "interrupted" if code is Exit.INTERRUPTED else "preempted"
-        self.folder.status(state, step=self.state.step, exit_code=code)
-        logger.info("%s after step %d, saved; go on with: %s", state, self.state.step, self.go_on())
-        raise Stopped(code)
+    def stopped(self, code: object, reason: str = "") -> None:
+        """A signal ended this start."""
+        state = "interrupted" if code == Exit.INTERRUPTED else "preempted"
+        number = int(code) if isinstance(code, int) else None
+        self.folder.status(state, step=self.state.step, reason=reason, exit_code=number)
+        logger.info("%s after step %d; go on with: %s", state, self.state.step, self.go_on())
 
     def go_on(self) -> str:
-        return f"python train.py --continue {shlex.quote(str(self.folder.folder))}"
+        return f"python train.py --continue {shlex.quote(identity.shown(self.folder.folder))}"
 
     def failed(self, error: BaseException) -> None:
+        code = Exit.NO_CHECKPOINT if isinstance(error, NoUsableCheckpoint) else Exit.FAILED
         reason = f"{type(error).__name__}: {error}"
-        self.folder.status("failed", step=self.state.step, reason=reason, exit_code=Exit.FAILED)
-        saved = directories.steps(self.folder.folder / "checkpoints")
-        last = f"last checkpoint {saved[-1][1]}, go on with: {self.go_on()}" if saved else "no checkpoint yet"
+        self.folder.status("failed", step=self.state.step, reason=reason, exit_code=code)
+        saved = [identity.shown(path) for _, path in directories.steps(self.folder.folder / "checkpoints")]
+        last = f"last checkpoint {saved[-1]}, go on with: {self.go_on()}" if saved else "no checkpoint yet"
         where = f"rank {self.rank}, {socket.gethostname()}, step {self.state.step}"
-        error.add_note(
-            f"{type(error).__name__} on {where}: {str(error).splitlines()[0] if str(error) else ''}; {last}"
-        )
+        error.add_note(f"{type(error).__name__} on {where}: {str(error).partition(chr(10))[0]}; {last}")
 
 
 @contextmanager
@@ -136,13 +132,15 @@ def reported(folder: identity.Run, rank: int) -> Iterator[Progress]:
     progress = Progress(folder, rank)
     try:
         yield progress
-    except (Stopped, Refused, NoUsableCheckpoint):
+    except Stopped as stop:
+        progress.stopped(stop.code)
         raise
     except KeyboardInterrupt:
-        folder.status("interrupted", step=progress.state.step, reason="at once", exit_code=Exit.INTERRUPTED)
+        progress.stopped(Exit.INTERRUPTED, reason="at once")
         raise
     except BaseException as error:
-        progress.failed(error)
+        if progress.started or not isinstance(error, Refused | NoUsableCheckpoint):
+            progress.failed(error)
         raise
 
 
@@ -156,12 +154,11 @@ def tracked(config: Config, saved: Mapping[str, Any], place: Place, total_steps:
     try:
         if world.is_rank0:
             where = {"world_size": world.world_size, "device": str(world.device), "threads": world.threads}
-            tracker.describe(
-                saved, identity.record_start(place.folder, overrides=saved_overrides(), world=where)
-            )
+            start = identity.record_start(place.folder, overrides=saved_overrides(), world=where)
+            tracker.describe(saved, start)
         yield tracker
         succeeded = True
-    except Stopped:
+    except (Stopped, KeyboardInterrupt):
         succeeded = None  # not over: the start that continues it closes the session
         raise
     finally:
@@ -181,7 +178,7 @@ def announce(config: Config, place: Place, parts: Parts, total: int, checkpoint:
     world, step = place.world, place.progress.state.step
     if not world.is_rank0:
         return
-    logger.info("run %s", place.folder.folder)
+    logger.info("run %s", identity.shown(place.folder.folder))
     ranks = f"{world.world_size} rank(s) on {world.device.type}, {world.threads} thread(s) each"
     parameters = f"{sum(p.numel() for p in parts.parameters):,} parameters"
     logger.info("%s; %s; %d steps of %d samples", ranks, parameters, total, config.train.global_batch_size)
@@ -193,5 +190,5 @@ def announce(config: Config, place: Place, parts: Parts, total: int, checkpoint:
 def closing_lines(config: Config, folder: identity.Run, state: State) -> Iterator[str]:
     if state.best_value is not None:
         yield f"best {config.checkpoint.metric} {state.best_value:.4g} at step {state.best_step}"
-    yield f"run {folder.folder}"
+    yield f"run {identity.shown(folder.folder)}"
     yield "see it with: tensorboard --logdir outputs"

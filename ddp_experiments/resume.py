@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from ddp_experiments.checkpoint import directories
-from ddp_experiments.checkpoint.names import model_tensors, optimizer_state, restore_optimizer
-from ddp_experiments.checkpoint.tensors import copy_into
+from ddp_experiments.checkpoint.names import load, model_tensors, optimizer_state, restore_optimizer
+from ddp_experiments.checkpoint.tensors import cast, copy_into
 from ddp_experiments.errors import Refused
 from ddp_experiments.identity import Run
 from ddp_experiments.loop import Parts, State
@@ -79,25 +79,19 @@ def read_state(checkpoint: Path | None, length: int) -> State:
 def restore(parts: Parts, checkpoint: Path, state: State) -> None:
     """Give the parts what they had learnt. The schedule is walked, not read: it follows from the step."""
     saved = directories.read_json(checkpoint / "state.json")
-    copy_into(directories.tensors(checkpoint, "model"), model_tensors(parts.module), str(checkpoint))
+    load(parts.module, directories.tensors(checkpoint, "model"), str(checkpoint))
     restore_optimizer(
         parts.module, parts.optimizer, directories.tensors(checkpoint, "optimizer"), saved["optimizer"]
     )
     if parts.ema is not None:
-        averages = directories.tensors(checkpoint, "ema")
-        copy_into(
-            averages or {k: p.detach() for k, p in parts.ema.parameters.items()},
-            parts.ema.average,
-            str(checkpoint),
-        )
+        averages = directories.tensors(checkpoint, "ema") or parts.ema.parameters
+        copy_into(cast(averages, parts.ema.average), parts.ema.average, str(checkpoint))
     if parts.scaler is not None and saved["scaler"] is not None:
         parts.scaler.load_state_dict(saved["scaler"])
     elif parts.scaler is not None:
         logger.warning("%s has no loss scale of fp16; starting from the first one", checkpoint)
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="Detected call of `lr_scheduler.step"
-        )  # we walk it on purpose
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")  # on purpose
         for _ in range(state.step):
             parts.scheduler.step()
     here = {"world_size": parts.world.world_size, "threads": parts.world.threads}

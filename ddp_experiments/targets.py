@@ -22,7 +22,7 @@ FILLED_IN = {  # arguments that the program gives, by group; the optional ones o
     "optimizer": {"params"},
     "scheduler": {"optimizer", "total_steps"},
 }
-OPTIONAL = {"total_steps"}
+OPTIONAL = {"split", "total_steps"}
 
 
 def kinds(group: str) -> tuple[type, ...]:
@@ -182,17 +182,34 @@ def check(node: object, group: str) -> None:
             f"{group}={node!r} is no option and has no _target_; choose an option, e.g. {group}=NAME"
         )
     target = of_kind(node["_target_"], group)
-    for path, part in nested(arguments(node, target, group, FILLED_IN.get(group, set())), group):
+    for path, part in nested(arguments(node, target, group, _filled_in(node, group)), group):
         arguments(part, part_of(part["_target_"], path), path, set())
+    if needed := _needed_by_step(target) if group in FILLED_IN else []:
+        raise ValueError(
+            f"{group}._target_={node['_target_']}: its step() needs {needed[0]}, which the loop doesn't give"
+        )
+
+
+def _needed_by_step(target: Any) -> list[str]:
+    """Arguments without which the `step` of an optimizer or scheduler can't be called."""
+    parameters = list(inspect.signature(getattr(target, "step", lambda self: None)).parameters.values())[1:]
+    return [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
 def build(node: Mapping[str, Any], group: str, **runtime: Any) -> Any:
     """Make the object of an open group. Optional runtime arguments go in only where the signature has one."""
     target = of_kind(node["_target_"], group)
-    given = arguments(node, target, group, FILLED_IN.get(group, set()))
+    given = arguments(node, target, group, _filled_in(node, group))
     names = inspect.signature(target).parameters
     runtime = {k: v for k, v in runtime.items() if k not in OPTIONAL or k in names}
     return target(**{k: _make(v, f"{group}.{k}") for k, v in given.items()}, **runtime)
+
+
+def _filled_in(node: Mapping[str, Any], group: str) -> set[str]:
+    """The arguments that the program gives: a data set without its parts is made once for each `split`."""
+    if group == "data" and "split" not in node and makes_dataset(node):
+        return {"split"}
+    return FILLED_IN.get(group, set())
 
 
 def takes(node: Mapping[str, Any], group: str, name: str) -> bool:

@@ -25,7 +25,7 @@ from ddp_experiments.loop import Point, State
 from ddp_experiments.world import World
 
 logger = logging.getLogger("ddp_experiments")
-PLACE = (
+NOT_HYPERPARAMETERS = (
     "name",
     "run_id",
     "from_run",
@@ -47,8 +47,9 @@ class _Console(logging.Handler):
     """Lines on stderr, above the progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError, ValueError):  # a closed stderr must not end the run
-            tqdm.write(self.format(record), file=sys.stderr)
+        if sys.stderr is not None:
+            with suppress(OSError, ValueError):  # a closed stderr must not end the run
+                tqdm.write(self.format(record), file=sys.stderr)
 
 
 class _File(logging.Handler):
@@ -114,8 +115,10 @@ class Tracker:
             self.lines.finish_line()
             self._line({"continued_from": step})
         if config.log.tensorboard:
-            self.events = EventWriter(run.folder, self._warn, first_step=step + 1)
-        if config.log.progress and sys.stderr.isatty() and not config.eval_only:
+            first = step + 1 if run.continued else None
+            self.events = EventWriter(run.folder, self._warn, first_step=first)
+        terminal = sys.stderr is not None and sys.stderr.isatty()
+        if config.log.progress and terminal and not config.eval_only:
             self.bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, leave=False)
 
     def _warn(self, error: OSError) -> None:
@@ -133,10 +136,10 @@ class Tracker:
         plain = {k: v if not isinstance(v, float) or math.isfinite(v) else str(v) for k, v in values.items()}
         self.lines.write((json.dumps(plain, allow_nan=False) + "\n").encode())
 
-    def scalars(self, values: Mapping[str, float], state: State, epoch: int) -> None:
-        """Write scalars of a step."""
+    def scalars(self, values: Mapping[str, float], state: State, **more: int) -> None:
+        """Write scalars of a step; `more` goes into metrics.jsonl only."""
         if self.lines is not None:
-            self._line({"step": state.step, "epoch": epoch, **values})
+            self._line({"step": state.step, **more, **values})
         if self.events is not None:
             self.events.scalars(values, state.step)
 
@@ -171,13 +174,15 @@ class Tracker:
             "perf/data_wait_share": point.data_wait_share,
             "perf/memory_mib": memory_mib(self.world.device),
         }
-        self.scalars(values, point.state, point.epoch)
+        self.scalars(values, point.state, epoch=point.epoch)
+        of = "" if self.config.train.max_epochs is None else f"/{self.config.train.max_epochs}"
+        epoch = f"epoch {point.epoch + 1}{of}"  # for people, who count from 1
         text = f"{words(point.metrics)}  lr {point.lr:.3g}  {point.samples_per_second:,.0f} samples/s"
         if self.bar is not None:
             self.bar.update(point.state.step - self.bar.n)
-            self.bar.set_postfix_str(f"epoch {point.epoch}  {text}", refresh=False)
+            self.bar.set_postfix_str(f"{epoch}  {text}", refresh=False)
         else:
-            logger.info("step %d/%d  epoch %d  %s", point.state.step, self.total_steps, point.epoch, text)
+            logger.info("step %d/%d  %s  train: %s", point.state.step, self.total_steps, epoch, text)
 
     def log_evaluation(self, state: State, metrics: Mapping[str, float], part: str = "eval") -> None:
         """Write the metrics of a part: eval (validation) or test."""
@@ -185,8 +190,9 @@ class Tracker:
         best = ""
         if part == "eval" and state.best_value is not None:
             values[f"best/{self.config.checkpoint.metric}"] = state.best_value
-            best = "  (best so far)" if state.best_step == state.step else ""
-        self.scalars(values, state, state.epoch)
+            if state.best_step == state.step:
+                best = f"  (best {self.config.checkpoint.metric} so far)"
+        self.scalars(values, state)
         where = f"step {state.step}/{self.total_steps}  " if self.total_steps else ""
         logger.info("%s%s: %s%s", where, part, words(metrics), best)
 
@@ -219,7 +225,7 @@ def memory_mib(device: torch.device) -> float:
 
 def hyperparameters(saved: Mapping[str, Any]) -> dict[str, bool | float | str]:
     """The settings that say what is trained, flat; lists as text, nulls left out."""
-    what = {k: v for k, v in saved.items() if k not in PLACE}
+    what = {k: v for k, v in saved.items() if k not in NOT_HYPERPARAMETERS}
     plain = {
         k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in flat(what) if v is not None
     }
@@ -276,6 +282,13 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         else:
             found.append(line)
     return found
+
+
+def was_tested(folder: Path, step: int) -> bool:
+    """Tell whether a run has the results of its test part at this step, its last."""
+    if not (folder / "metrics.jsonl").exists():
+        return False
+    return any("test/loss" in line and line["step"] == step for line in read_metrics(folder))
 
 
 @contextmanager

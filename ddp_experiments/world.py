@@ -57,7 +57,9 @@ class World:
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective: all ranks must call."""
-        self.all_reduce_sum(torch.zeros(1, device=self.device))
+        everyone = torch.zeros(1, device=self.device)
+        self.all_reduce_sum(everyone)
+        everyone.item()  # host sync: on NCCL the reduction itself doesn't wait
 
 
 # ---- before there is a group
@@ -66,8 +68,8 @@ class World:
 class Meeting:
     """The ranks of one start, meeting at the launcher's store; without a launcher one rank, and no store."""
 
-    def __init__(self, environment: Environment, timeout_seconds: int) -> None:
-        self.environment, self.timeout = environment, timedelta(seconds=timeout_seconds)
+    def __init__(self, environment: Environment, mode: Mode) -> None:
+        self.environment, self.timeout = environment, timedelta(seconds=mode.init_timeout_seconds)
         self.launcher_store: Store | None = None
         self.store: Store | None = None
         if environment.launched and environment.master_port:
@@ -81,6 +83,8 @@ class Meeting:
                 timeout=self.timeout,
             )
             self.store = PrefixStore(f"ddpx/{self._round()}", self.launcher_store)
+            # All are here now; what rank 0 decides may take longer, such as checking a large checkpoint.
+            self.store.set_timeout(max(self.timeout, timedelta(seconds=mode.timeout_seconds)))
 
     def _round(self) -> str:
         """A name for this round of workers, agreed by all ranks, however often the store was used before.
@@ -204,6 +208,11 @@ def choose_threads(mode: Mode, environment: Environment) -> int:
     return max(1, available_cores() // environment.local_world_size)
 
 
+def set_threads(mode: Mode, environment: Environment) -> None:
+    """Take the CPU threads of this rank, before anything is computed."""
+    torch.set_num_threads(choose_threads(mode, environment))
+
+
 # ---- joining and leaving
 
 
@@ -215,8 +224,6 @@ def join(mode: Mode, environment: Environment, meeting: Meeting) -> Iterator[Wor
         torch.cuda.set_device(
             device
         )  # before the first CUDA call, or rank 0's device gets a context of every rank
-    threads = choose_threads(mode, environment)
-    torch.set_num_threads(threads)
     backend = None
     if environment.world_size > 1:
         automatic = "nccl" if device.type == "cuda" else "gloo"
@@ -238,7 +245,7 @@ def join(mode: Mode, environment: Environment, meeting: Meeting) -> Iterator[Wor
         node_rank=environment.node_rank,
         device=device,
         backend=backend,
-        threads=threads,
+        threads=torch.get_num_threads(),
     )
     try:
         yield world

@@ -7,8 +7,10 @@ TEST_FAULT_ONCE=FILE   only as long as the file is not there; it is made then
 
 import os
 import signal
+import time
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ConstantLR, OneCycleLR, StepLR
@@ -155,3 +157,102 @@ class HalfIdle(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.used(self.frozen(x.flatten(1)))
         return y
+
+
+class Tied(torch.nn.Module):
+    """Two layers that share one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(64, 64, bias=False)
+        self.outer = torch.nn.Linear(64, 64, bias=False)
+        self.outer.weight = self.inner.weight
+        self.head = torch.nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.outer(self.inner(x.flatten(1)).relu()))
+        return y
+
+
+class RunningCentre(torch.nn.Module):
+    """Subtracts a running mean that its own training forward moves: another on every rank."""
+
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(64))
+        self.head = torch.nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        if self.training:
+            self.centre.lerp_(x.detach().mean(0), 0.3)
+        y: Tensor = self.head(x - self.centre.clone())
+        return y
+
+
+class KeepsNormFrozen(torch.nn.Module):
+    """Its batch norm is in evaluation mode for good."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(64)
+        self.head = torch.nn.Linear(64, 10)
+        self.norm.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.norm(x.flatten(1)))
+        return y
+
+
+class AllFrozen(torch.nn.Linear):
+    """Nothing to train."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 10)
+        self.requires_grad_(False)
+
+
+class KeepsText(torch.nn.Linear):
+    """State that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 10)
+
+    def get_extra_state(self) -> str:
+        return "text"
+
+    def set_extra_state(self, state: str) -> None: ...
+
+
+def drawn_by_numpy(samples: int = 96) -> Splits:
+    """Data that numpy's global generator draws."""
+    inputs = torch.from_numpy(np.random.rand(samples, 64)).float()
+    return Splits(
+        TensorData(inputs, torch.arange(samples) % 10), TensorData(inputs[:20], torch.arange(20) % 10)
+    )
+
+
+class BySplit(Dataset[tuple[Tensor, Tensor]]):
+    """A data set class with a required `split`."""
+
+    def __init__(self, split: str, size: int = 40) -> None:
+        self.first = {"train": 0, "validation": 1000, "test": 2000}[split]
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(self.first + index)
+        return torch.randn(64, generator=generator), torch.tensor(index % 10)
+
+
+class SlowToEvaluate(BySplit):
+    """Items of the validation part take long."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self.first:
+            time.sleep(1)
+        return super().__getitem__(index)

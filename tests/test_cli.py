@@ -71,7 +71,10 @@ WRONG = [
     ("optimizer.lr=1 ++optimizer.lr=2", ["optimizer.lr is given twice; leave one"]),
     ("optimizer.lr=1e-3,1e-2", ["optimizer.lr=1e-3,1e-2 has several values: add -m"]),
     # options
-    ("optimizer=sgdd", ["optimizer=sgdd: no such option", "Did you mean sgd?", "Allowed: adam, adamw, sgd"]),
+    (
+        "optimizer=sgdd",
+        ["optimizer=sgdd: no such option", "Did you mean sgd?", "Allowed: adam, adamw, own, sgd"],
+    ),
     ("experiment=digits", ["experiment=digits: no such option", "Did you mean digits_", "teacher"]),
     ("debug=tinny", ["debug=tinny: no such option", "Did you mean tiny?"]),
     ("model=", ["model=: no such option", "Allowed: cnn, linear, mlp"]),

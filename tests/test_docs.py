@@ -73,7 +73,7 @@ def test_the_own_model_and_data_of_the_documentation_train(tmp_path: Path) -> No
     (project / "conf/model/net.yaml").write_text(blocks(page, "yaml")[0])
     short = ["train.max_epochs=null", "train.max_steps=2", "log.every_steps=1"]
     (project / "conf/data/squares.yaml").write_text("_target_: mydata.squares\nsamples: 256\n")
-    words = ["experiment=none", "model=net", "model.hidden=64", "data=squares"]
+    words = ["model=net", "model.hidden=64", "data=squares"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "train.py", *words, *short]
     done = subprocess.run(

@@ -46,7 +46,6 @@ READ = {
             nnodes=2,
             master_addr="host",
             master_port=29500,
-            restart_count=2,
         ),
     ),
     "a launcher that doesn't count machines": (

@@ -66,7 +66,7 @@ def test_a_signal_saves_and_leaves_with_its_code(number: int, code: int, state: 
     found = status(tmp_path)
     assert (found["state"], found["exit_code"]) == (state, code)
     assert compare.last(tmp_path / "outputs/digits_mlp/long").name == f"step-{found['step']}"
-    assert f"saved; go on with: python train.py --continue {tmp_path}" in text.replace("/private", "")
+    assert "go on with: python train.py --continue outputs/digits_mlp/long" in text
 
 
 def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:

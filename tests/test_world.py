@@ -48,7 +48,7 @@ def meet(store: dist.Store, world_size: int, seconds: int = 20) -> list[Meeting]
     found: list[Meeting | None] = [None] * world_size
 
     def one(rank: int) -> None:
-        found[rank] = Meeting(environment(rank, world_size, store.port), seconds)
+        found[rank] = Meeting(environment(rank, world_size, store.port), mode(init_timeout_seconds=seconds))
 
     threads = [threading.Thread(target=one, args=(r,)) for r in range(world_size)]
     for thread in threads:
@@ -103,11 +103,11 @@ def test_a_refusal_of_rank_0_is_raised_on_all_ranks(store: dist.Store, error: Ex
 
 def test_a_missing_rank_is_named_within_the_deadline(store: dist.Store) -> None:
     with pytest.raises(RuntimeError, match=r"waited 1 s for rank 1 of 2.*mode\.init_timeout_seconds"):
-        Meeting(environment(0, 2, store.port), 1)
+        Meeting(environment(0, 2, store.port), mode(init_timeout_seconds=1))
 
 
 def test_one_process_joins_without_a_group() -> None:
-    with join(mode(threads=1), Environment(), Meeting(Environment(), 5)) as world:
+    with join(mode(threads=1), Environment(), Meeting(Environment(), mode())) as world:
         assert (world.rank, world.world_size, world.backend) == (0, 1, None)
         assert not dist.is_initialized()
         value = torch.ones(2)

@@ -15,6 +15,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -168,12 +169,11 @@ class Writer:
         self.root, self.keep_last, self.is_writer, self.is_mine = root, keep_last, is_writer, is_mine
         self.stages: dict[str, Stage] = {}
         self.error: Exception | None = None
-        self.last_good: Path | None = None
         self._thread: threading.Thread | None = None
         if is_writer:
             root.mkdir(parents=True, exist_ok=True)
             for left in (*root.glob("step-*.tmp"), *root.glob(".trash-*")):
-                shutil.rmtree(left)
+                shutil.rmtree(left, ignore_errors=True)
 
     def save(
         self,
@@ -198,6 +198,13 @@ class Writer:
         self._thread = threading.Thread(target=self._write, args=(step, dict(state), best), name="checkpoint")
         self._thread.start()
 
+    def point_to(self, best: Mapping[str, Any]) -> None:
+        """Make best.json say which step is the best."""
+        temporary = self.root / ".best.json.tmp"
+        _write_json(temporary, best)
+        temporary.replace(self.root / "best.json")
+        _sync_folder(self.root)
+
     def wait(self) -> None:
         """Wait until the last save is on disk, or has failed."""
         if self._thread:
@@ -219,15 +226,14 @@ class Writer:
                 remove(final)
             temporary.rename(final)
             _sync_folder(self.root)
-            self.last_good = final
             if best is not None:
-                _write_json(self.root / ".best.json.tmp", best)
-                (self.root / ".best.json.tmp").replace(self.root / "best.json")
-                _sync_folder(self.root)
+                self.point_to(best)
             self._retain(step, None if best is None else int(best["step"]))
         except Exception as error:
+            self.error = error
             shutil.rmtree(temporary, ignore_errors=True)
-            self.error = self._explained(error, final)
+            with suppress(OSError):
+                self.error = self._explained(error, final)
 
     def _explained(self, error: Exception, final: Path) -> Exception:
         if not isinstance(error, OSError):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ddp_experiments.checkpoint import directories
-from ddp_experiments.checkpoint.names import model_tensors, strip_prefixes
-from ddp_experiments.checkpoint.tensors import copy_into, read, save
+from ddp_experiments.checkpoint.names import load, model_tensors, strip_prefixes
+from ddp_experiments.checkpoint.tensors import read, save
 from ddp_experiments.errors import NoUsableCheckpoint, Refused
 
 logger = logging.getLogger("ddp_experiments")
@@ -96,11 +96,8 @@ def load_weights(model: nn.Module, path: Path, weights: Literal["best", "last"] 
         found, prefixes = strip_prefixes(found)
         if prefixes:
             logger.info("%s: prefix %s taken off the names", path, ", ".join(prefixes))
-    floating = {
-        k: v.to(wanted[k].dtype) if k in wanted and v.is_floating_point() else v for k, v in found.items()
-    }
     try:
-        copy_into(floating, wanted, str(path))
+        load(model, found, str(path))
     except ValueError as error:
         raise Refused(str(error)) from None
 

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp_experiments.checkpoint.tensors import cast, copy_into
+
 PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
 
 
@@ -19,6 +21,16 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     if odd := [k for k, v in state.items() if not isinstance(v, Tensor)]:
         raise ValueError(f"{odd[0]} in the model's state is no tensor; keep it in a buffer, or leave it out")
     return state
+
+
+def load(model: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
+    """Overwrite parameters and buffers by name.
+
+    Raises:
+        ValueError: names or shapes differ; nothing was copied.
+    """
+    wanted = model_tensors(model)
+    copy_into(cast(tensors, wanted), wanted, what)
 
 
 def strip_prefixes(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:

@@ -51,7 +51,8 @@ class Stage:
             tensors.items(), key=lambda item: (-item[1].element_size(), item[0])
         )  # keeps all aligned
         size = sum(t.numel() * t.element_size() for t in tensors.values())
-        self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        self.on_cuda = any(t.is_cuda for t in tensors.values())
+        self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self.on_cuda)
         self.views: dict[str, Tensor] = {}
         header: dict[str, object] = {"__metadata__": {"format": "pt", "shapes": "{}"}}
         start = 0
@@ -76,8 +77,8 @@ class Stage:
     def copy(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors into the buffer."""
         for name, view in self.views.items():
-            view.copy_(tensors[name].detach(), non_blocking=True)
-        if torch.cuda.is_available():
+            view.copy_(tensors[name].detach(), non_blocking=self.on_cuda)
+        if self.on_cuda:
             torch.cuda.synchronize()  # the copies must be done before the weights change
 
     @property
@@ -136,6 +137,12 @@ def _view(body: mmap.mmap, base: int, name: str, entry: Mapping[str, Any]) -> Te
     if (base + start) % dtype.itemsize:  # a foreign file need not be aligned
         return torch.frombuffer(bytearray(body[base + start : base + end]), dtype=dtype).view(shape)
     return torch.frombuffer(body, dtype=dtype, count=count, offset=base + start).view(shape)
+
+
+def cast(source: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, floating-point ones in the dtype of their namesakes."""
+    floating = {k for k, v in source.items() if v.is_floating_point() and k in like}
+    return {k: v.to(like[k].dtype) if k in floating else v for k, v in source.items()}
 
 
 def copy_into(source: Mapping[str, Tensor], target: Mapping[str, Tensor], what: str) -> None:

@@ -7,14 +7,14 @@ Shape suffixes: B = samples of a microbatch.
 
 import random
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from ddp_experiments.data import order
 from ddp_experiments.data.sets import TensorData
@@ -83,9 +83,9 @@ class Batches:
     def steps_per_epoch(self) -> int:
         return 1 if self.overfit else sum(1 for _ in self._starts(0))
 
-    def steps_before(self, samples: int) -> int:
-        """Steps of an epoch that end at or before this sample."""
-        return sum(1 for first, size in self._starts(0) if first + size <= samples)
+    def steps_from(self, samples: int) -> int:
+        """Steps of an epoch from this sample on."""
+        return 1 if self.overfit else sum(1 for _ in self._starts(samples))
 
     def sizes(self) -> list[int]:
         """The different sizes of global batches that an epoch has."""
@@ -183,6 +183,13 @@ class _Keys:
                 yield [(epoch, i) for i in indices[first + low : first + max(high, low + 1)].tolist()]
 
 
+def said_by(dataset: Dataset[Any], name: str, default: Any) -> Any:
+    """What a data set says of itself, also behind a Subset."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return getattr(dataset, name, default)
+
+
 class SeededItems(Dataset[Any]):
     """Gives every item random numbers of its own, from (seed, epoch, index), whoever loads it.
 
@@ -192,7 +199,8 @@ class SeededItems(Dataset[Any]):
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self.dataset, self.seed, self.proven = dataset, seed, False
-        self.batched = hasattr(dataset, "__getitems__") and not getattr(dataset, "random_items", False)
+        batched = said_by(dataset, "__getitems__", None) is not None
+        self.batched = batched and not said_by(dataset, "random_items", False)
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
         if not self.batched:
@@ -241,7 +249,7 @@ def make_loader(
         pin_memory=device.type == "cuda",
         worker_init_fn=_leave_signals,
         generator=torch.Generator().manual_seed(seed),  # else it draws from the global one
-        collate_fn=getattr(dataset, "collate", default_collate),
+        collate_fn=said_by(dataset, "collate", default_collate),
     )
 
 
@@ -250,10 +258,11 @@ def to_device(part: Any, device: torch.device, dtype: torch.dtype) -> Any:
     if isinstance(part, Tensor):
         wanted = dtype if part.is_floating_point() else part.dtype
         return part.to(device, wanted, non_blocking=True)  # from pinned memory: no wait
-    if isinstance(part, dict):
+    if isinstance(part, Mapping):
         return {k: to_device(v, device, dtype) for k, v in part.items()}
     if isinstance(part, list | tuple):
-        return tuple(to_device(v, device, dtype) for v in part)
+        moved = [to_device(v, device, dtype) for v in part]
+        return type(part)(*moved) if hasattr(part, "_fields") else tuple(moved)
     return part
 
 
