@@ -1,6 +1,7 @@
 """From the config to what is trained: data, task and model first, then the parts that change the model."""
 
 import random
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -177,6 +178,8 @@ def make_parts(
         model, shared = parallel.lay_out(module, world, what.task, first, autocast)
     groups = optim.parameter_groups(module, config.optimizer, train_config.no_weight_decay)
     optimizer = targets.build(config.optimizer, "optimizer", params=groups)
+    # A schedule is walked to its step when a run is continued, and goes on when a step is left out.
+    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
     scheduler = targets.build(config.scheduler, "scheduler", optimizer=optimizer, total_steps=total_steps)
     scaler = torch.amp.GradScaler(device.type) if train_config.precision is Precision.fp16 else None
     parameters = [p for p in module.parameters() if p.requires_grad]

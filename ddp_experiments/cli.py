@@ -393,6 +393,8 @@ def take_saved_config(argv: list[str]) -> list[str]:
     folder = Path(words[at + 1])
     saved = identity.load_config(folder)
     settings = ["run_id", "from_run", "resume"]  # of that start, not of the experiment
+    if "eval_only=true" in words:
+        settings.append("init_from")  # the weights are those that the run ended with
     places = [g for g in ("mode", "strategy") if any(w.startswith(f"{g}=") for w in words)]  # chosen anew
     node: dict[str, Any] = {k: v for k, v in saved.items() if k not in (*settings, *places)}
     quiet = [{"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}]

@@ -60,7 +60,7 @@ def train_and_test(
     folder, progress, world, state = place.folder, place.progress, place.world, place.progress.state
     batches = what.batches(config, world)
     total_steps = state.step + steps_left(config, batches, state)
-    tested = was_tested(folder.folder, total_steps)
+    tested = total_steps == state.step and was_tested(folder.folder, total_steps)
     with tracked(config, saved, place, total_steps) as tracker:
         first = first_microbatch(batches, state) if world.world_size > 1 else None
         parts = make_parts(config, what, world, total_steps, first)

@@ -1,7 +1,6 @@
 """What continuing needs: the state that goes into a checkpoint, and the way back."""
 
 import logging
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -90,10 +89,8 @@ def restore(parts: Parts, checkpoint: Path, state: State) -> None:
         parts.scaler.load_state_dict(saved["scaler"])
     elif parts.scaler is not None:
         logger.warning("%s has no loss scale of fp16; starting from the first one", checkpoint)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")  # on purpose
-        for _ in range(state.step):
-            parts.scheduler.step()
+    for _ in range(state.step):
+        parts.scheduler.step()
     here = {"world_size": parts.world.world_size, "threads": parts.world.threads}
     for key, now in here.items():
         if saved[key] != now and parts.world.is_rank0:

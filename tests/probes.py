@@ -1,10 +1,11 @@
 """Parts for configs in tests: they record what happens and inject faults, told by the environment.
 
 TEST_RECORD=FOLDER   where records go, a file a rank
-TEST_FAULT=KIND@STEP[:RANK]   SIGTERM, SIGINT, SIGKILL, raise, nan at an optimizer step, on one rank or all
+TEST_FAULT=KIND@STEP[:RANK]   a signal's name, raise, warn or nan at an optimizer step, on one rank or all
 TEST_FAULT_ONCE=FILE   only as long as the file is not there; it is made then
 """
 
+import logging
 import os
 import signal
 import time
@@ -112,6 +113,8 @@ class Faulty:
         record("parameters", repr(torch.cat(parameters).sum().item()))
         record("lr", repr(self.optimizer.param_groups[0]["lr"]))
         kind = fault(self.last_epoch)
+        if kind == "warn":
+            logging.getLogger("ddp_experiments").warning("injected")
         if kind == "raise":
             raise RuntimeError("injected")
         if kind and kind.startswith("SIG"):

@@ -319,7 +319,10 @@ def job_names(tmp_path):
 
 
 WITHOUT_TORCH = [
-    (["--help"], ["Groups: choose one by group=option", "optimizer: adam, adamw, sgd", "torchrun --nproc"]),
+    (
+        ["--help"],
+        ["Groups: choose one by group=option", "optimizer: adam, adamw, own, sgd", "torchrun --nproc"],
+    ),
     (["--cfg", "job"], ["global_batch_size: 64", "name: digits_cnn"]),
     (["--cfg", "job", "optimizer=sgd", "train.max_epochs=3"], ["max_epochs: 3", "torch.optim.SGD"]),
     (["--cfg", "hydra", "--resolve"], ["dir: outputs/SWEEP", "subdir: JOB"]),

@@ -286,12 +286,26 @@ def test_a_data_set_that_fetches_many_items_at_once_is_asked_so() -> None:
 
 
 def test_fetching_many_at_once_with_random_numbers_is_refused_and_works_when_declared() -> None:
-    part = Subset(Drawing(21), range(21))  # torch gives it __getitems__
-    with pytest.raises(ValueError, match=r"Subset.__getitems__ draws random numbers.*random_items = True"):
-        steps(batches(part), 1)
-    part.random_items = True  # type: ignore[attr-defined]
-    (subset,), (direct,) = (steps(batches(d), 1)[0].microbatches for d in (part, Drawing(21)))
-    assert torch.equal(subset.inputs, direct.inputs)
+    class DrawingMany(Drawing):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [self[i] for i in indices]
+
+    many = DrawingMany(21)
+    with pytest.raises(
+        ValueError, match=r"DrawingMany.__getitems__ draws random numbers.*random_items = True"
+    ):
+        steps(batches(many), 1)
+    many.random_items = True  # type: ignore[attr-defined]
+    (declared,), (direct,) = (steps(batches(d), 1)[0].microbatches for d in (many, Drawing(21)))
+    assert torch.equal(declared.inputs, direct.inputs)
+
+
+def test_a_subset_is_what_the_data_set_behind_it_says() -> None:
+    drawing, direct = (Subset(Drawing(21), range(21)), Drawing(21))  # torch gives a Subset __getitems__
+    (subset,), (items,) = (steps(batches(d), 1)[0].microbatches for d in (drawing, direct))
+    assert torch.equal(subset.inputs, items.inputs)
+    (part,) = steps(batches(Subset(Collating(21), range(21))), 1)[0].microbatches
+    assert torch.equal(part.inputs.flatten().neg().long(), part.targets)
 
 
 def test_a_data_set_may_bring_its_own_collate() -> None:

@@ -330,7 +330,7 @@ def test_the_length_of_a_run_asks_where_the_schedule_depends_on_it(train):
 FIXED = {
     "seed": ["seed=1"],
     "model.hidden": ["model.hidden=[32]"],
-    "model._target_": ["model._target_=tests.test_identity.Other"],
+    "model._target_": ["model=mlp", "model._target_=tests.test_identity.Other"],
     "optimizer._target_": ["optimizer._target_=torch.optim.Adam"],
     "data.test_fraction": ["data.test_fraction=0.2"],
     "train.drop_last": ["train.drop_last=true"],
@@ -454,7 +454,9 @@ PLACES = {
 def test_values_of_the_environment_are_in_no_file_of_a_run(train, tmp_path, place):
     words = [
         *MLP,
+        "model=mlp",
         "model._target_=tests.test_identity.Other",
+        "data=digits",
         "data._target_=tests.test_identity.noted_digits",
     ]
     result = train(*words, "train.max_steps=1", *PLACES[place], env={"TEST_SECRET": SECRET}).ok()

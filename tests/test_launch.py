@@ -116,12 +116,6 @@ def test_rank_that_may_count_machines_is_refused_with_both_lines(train, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_torchrun_starts_multinode_on_one_machine_as_typed(start, tmp_path):
-    result = start("train.py", "mode=multinode", *TINY, torchrun=1)
-    assert result.returncode == 0, result.stderr
-    assert len(list(tmp_path.glob("outputs/debug/*/config.yaml"))) == 1
-
-
 def test_refusal_under_torchrun_is_told_once(start, tmp_path):
     result = start("train.py", "seed=-1", "mode=multigpu", torchrun=2)
     assert result.returncode == 1 and result.stderr.count("seed=-1 must be at least 0") == 1, result.stderr

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddp_experiments.checkpoint import directories
