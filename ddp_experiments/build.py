@@ -17,8 +17,8 @@ from ddp_experiments import optim, parallel, targets
 from ddp_experiments.checkpoint.export import load_weights
 from ddp_experiments.checkpoint.names import model_tensors
 from ddp_experiments.config import Config, NonFinite, Precision
-from ddp_experiments.data import Batches, Microbatch, Splits, evaluation_batches
-from ddp_experiments.data.loader import in_memory, said_by, to_device
+from ddp_experiments.data import Batches, EvaluationBatches, Microbatch, Splits
+from ddp_experiments.data.loader import said_by, to_device
 from ddp_experiments.data.order import smallest_share
 from ddp_experiments.environment import Environment
 from ddp_experiments.errors import Refused
@@ -210,20 +210,19 @@ def make_parts(
 
 def _evaluator(config: Config, parts: Parts, data: Dataset[Any]) -> Callable[[], dict[str, float]]:
     world = parts.world
-    data = in_memory(data, world.device, parts.dtype)
+    microbatches = EvaluationBatches(
+        data,
+        microbatch_size=config.eval.microbatch_size,
+        seed=config.seed,
+        rank=world.rank,
+        world_size=world.world_size,
+        device=world.device,
+        dtype=parts.dtype,
+        num_workers=config.train.num_workers,
+    )
 
     def evaluation() -> dict[str, float]:
         world.copy_from_rank0(parts.module.buffers())  # rank 0's are the run's
-        microbatches = evaluation_batches(
-            data,
-            microbatch_size=config.eval.microbatch_size,
-            seed=config.seed,
-            rank=world.rank,
-            world_size=world.world_size,
-            device=world.device,
-            dtype=parts.dtype,
-            num_workers=config.train.num_workers,
-        )
         with parts.ema.in_place() if parts.ema is not None else nullcontext():
             metrics, count = evaluate(
                 parts.module, parts.task, microbatches, world=world, autocast=parts.autocast

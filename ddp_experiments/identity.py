@@ -402,10 +402,13 @@ def record_start(run: Run, *, overrides: Sequence[str], world: Mapping[str, Any]
         **world,
     }
     path = run.folder / "provenance.json"
-    starts = json.loads(path.read_text()) if path.exists() else []
-    if patch:
-        (run.folder / f"git.{len(starts) + 1}.patch").write_bytes(patch)
-    write_json(path, [*starts, start])
+    try:
+        starts = json.loads(path.read_text()) if path.exists() else []
+        if patch:
+            (run.folder / f"git.{len(starts) + 1}.patch").write_bytes(patch)
+        write_json(path, [*starts, start])
+    except (OSError, ValueError) as error:  # a full disk, or a damaged file: the other ranks go on as well
+        logger.warning("%s not written: %s", path, error)
     return start
 
 

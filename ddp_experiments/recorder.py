@@ -154,8 +154,9 @@ def tracked(config: Config, saved: Mapping[str, Any], place: Place, total_steps:
     try:
         if world.is_rank0:
             where = {"world_size": world.world_size, "device": str(world.device), "threads": world.threads}
-            start = identity.record_start(place.folder, overrides=saved_overrides(), world=where)
-            tracker.describe(saved, start)
+            tracker.describe(
+                saved, identity.record_start(place.folder, overrides=saved_overrides(), world=where)
+            )
         yield tracker
         succeeded = True
     except (Stopped, KeyboardInterrupt):

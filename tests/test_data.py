@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from ddp_experiments.data import Batch, Batches, Splits, TensorData, evaluation_batches, order
+from ddp_experiments.data import Batch, Batches, EvaluationBatches, Splits, TensorData, order
 from ddp_experiments.data.digits import Augmented, digits
 from ddp_experiments.data.loader import in_memory
 from ddp_experiments.data.synthetic import article, teacher, teacher_weights
@@ -322,7 +322,7 @@ def test_a_class_derived_from_data_in_memory_is_asked_for_its_own_items() -> Non
     data = Doubled(torch.arange(21.0).unsqueeze(1), torch.arange(21))
     (part,) = steps(batches(data), 1)[0].microbatches
     assert torch.equal(part.inputs.flatten(), 2.0 * part.targets)
-    (part, *_) = evaluation_batches(
+    (part, *_) = EvaluationBatches(
         data, microbatch_size=8, seed=0, rank=0, world_size=1, device=CPU, dtype=torch.float64
     )
     assert torch.equal(part.inputs.flatten(), 2.0 * part.targets)
@@ -348,7 +348,7 @@ def test_an_evaluation_sees_each_sample_once(kind: type[Dataset[Any]], length: i
     seen = []
     for rank in range(world_size):
         parts = list(
-            evaluation_batches(
+            EvaluationBatches(
                 kind(length),  # type: ignore[call-arg]
                 microbatch_size=8,
                 seed=0,

@@ -7,7 +7,7 @@ Shape suffixes: B = samples of a microbatch.
 
 import random
 import signal
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -298,33 +298,47 @@ class _OnHost(Dataset[Any]):
         return items[0]
 
 
-def evaluation_batches(
-    dataset: Dataset[Any],
-    *,
-    microbatch_size: int,
-    seed: int,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    num_workers: int = 0,
-) -> Iterator[Microbatch]:
-    """Yield this rank's share of a part: each sample once over all ranks, in file order.
+class EvaluationBatches:
+    """This rank's share of a part, as often as it is asked for: each sample once over all ranks, in file order.
 
     Every microbatch but the last of a rank has the same size on every world size. A rank without a share gets
     one sample of weight 0, so that it has the same metrics as the others.
     """
-    low, high = order.bounds(len(dataset), rank, world_size)  # type: ignore[arg-type]
-    weight_B = torch.zeros(1, device=device, dtype=dtype) if low == high else None
-    if low == high:
-        low, high = 0, 1
-    pieces = [range(start, min(start + microbatch_size, high)) for start in range(low, high, microbatch_size)]
-    parts: Iterable[Any]
-    if type(dataset) is TensorData:
-        parts = ((dataset.inputs[p.start : p.stop], dataset.targets[p.start : p.stop]) for p in pieces)
-    else:
-        keys = [[(-1, i) for i in piece] for piece in pieces]
-        parts = make_loader(dataset, keys, seed=seed, device=device, workers=num_workers)
-    for part in parts:
-        inputs, targets = to_device(part, device, dtype)
-        yield Microbatch(inputs, targets, weight_B)
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        microbatch_size: int,
+        seed: int,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_workers: int = 0,
+    ) -> None:
+        self.device, self.dtype = device, dtype
+        self.dataset = in_memory(dataset, device, dtype)
+        low, high = order.bounds(len(dataset), rank, world_size)  # type: ignore[arg-type]
+        self.weight_B = torch.zeros(1, device=device, dtype=dtype) if low == high else None
+        if low == high:
+            low, high = 0, 1
+        starts = range(low, high, microbatch_size)
+        self.pieces = [range(start, min(start + microbatch_size, high)) for start in starts]
+        self.loader: DataLoader[Any] | None = None
+        if type(self.dataset) is not TensorData:
+            keys = [[(-1, i) for i in piece] for piece in self.pieces]
+            self.loader = make_loader(self.dataset, keys, seed=seed, device=device, workers=num_workers)
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        for part in self.loader if self.loader is not None else self._slices():
+            inputs, targets = to_device(part, self.device, self.dtype)
+            yield Microbatch(inputs, targets, self.weight_B)
+
+    def _slices(self) -> Iterator[tuple[Tensor, Tensor]]:
+        assert isinstance(self.dataset, TensorData)
+        for piece in self.pieces:
+            yield (
+                self.dataset.inputs[piece.start : piece.stop],
+                self.dataset.targets[piece.start : piece.stop],
+            )
