@@ -97,7 +97,10 @@ class Meeting:
         assert store is not None
         if rank > 0:
             store.queue_push("ddpx/round", f"request {rank} {me}")
-            agreed = store.get(f"ddpx/round/{me}").decode()
+            try:
+                agreed = store.get(f"ddpx/round/{me}").decode()
+            except dist.DistError as error:
+                raise self._late("rank 0") from error
             store.queue_push("ddpx/round", f"agreed {rank} {agreed}")
             return agreed
         met: set[str] = set()
@@ -106,16 +109,19 @@ class Meeting:
                 kind, who, name = store.queue_pop("ddpx/round").decode().split()
             except dist.DistError as error:
                 missing = sorted(set(range(1, world_size)) - {int(r) for r in met})
-                raise RuntimeError(
-                    f"rank 0 waited {self.timeout.seconds} s for rank {', '.join(map(str, missing))} "
-                    f"of {world_size}: "
-                    "start them too, or raise mode.init_timeout_seconds"
-                ) from error
+                raise self._late(f"rank {', '.join(map(str, missing))}") from error
             if kind == "request":
                 store.set(f"ddpx/round/{name}", me)
             elif name == me:
                 met.add(who)
         return me
+
+    def _late(self, who: str) -> RuntimeError:
+        me, world_size = self.environment.rank, self.environment.world_size
+        return RuntimeError(
+            f"rank {me} waited {self.timeout.seconds} s for {who} of {world_size}: start all of them, "
+            "or raise mode.init_timeout_seconds"
+        )
 
     def once(self, key: str, make: Callable[[], str]) -> str:
         """A value that rank 0 makes at the first start; it stays over restarts of the workers."""

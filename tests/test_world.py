@@ -106,6 +106,11 @@ def test_a_missing_rank_is_named_within_the_deadline(store: dist.Store) -> None:
         Meeting(environment(0, 2, store.port), mode(init_timeout_seconds=1))
 
 
+def test_a_missing_rank_0_is_named_by_the_others(store: dist.Store) -> None:
+    with pytest.raises(RuntimeError, match=r"rank 1 waited 1 s for rank 0 of 2"):
+        Meeting(environment(1, 2, store.port), mode(init_timeout_seconds=1))
+
+
 def test_one_process_joins_without_a_group() -> None:
     with join(mode(threads=1), Environment(), Meeting(Environment(), mode())) as world:
         assert (world.rank, world.world_size, world.backend) == (0, 1, None)

@@ -299,7 +299,7 @@ class _OnHost(Dataset[Any]):
 
 
 class EvaluationBatches:
-    """This rank's share of a part, as often as it is asked for: each sample once over all ranks, in file order.
+    """This rank's share of a part, as often as asked: each sample once over all ranks, in file order.
 
     Every microbatch but the last of a rank has the same size on every world size. A rank without a share gets
     one sample of weight 0, so that it has the same metrics as the others.
