@@ -71,21 +71,23 @@ def test_the_own_model_and_data_of_the_documentation_train(tmp_path: Path) -> No
         if name:
             (project / name[1]).write_text(code)
     (project / "conf/model/net.yaml").write_text(blocks(page, "yaml")[0])
-    short = ["train.max_epochs=null", "train.max_steps=2", "log.every_steps=1"]
     (project / "conf/data/squares.yaml").write_text("_target_: mydata.squares\nsamples: 256\n")
-    words = ["model=net", "model.hidden=64", "data=squares"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "train.py", *words, *short]
-    done = subprocess.run(
-        command, cwd=project, env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    wrong = [sys.executable, "train.py", *words, "model.hiden=64", *short]
-    done = subprocess.run(
-        wrong, cwd=project, env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 2
-    assert "hidden" in done.stderr
+    short = ["data=squares", "train.max_epochs=null", "train.max_steps=2", "log.every_steps=1"]
+    readme = next(b for b in blocks(ROOT / "README.md", "sh") if "_target_" in b)
+
+    def run_here(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "train.py", *words, *short]
+        return subprocess.run(
+            command, cwd=project, env=environment, capture_output=True, text=True, check=False
+        )
+
+    for words in (["model=net", "model.hidden=64"], shlex.split(readme)[2:]):
+        done = run_here(*words)
+        assert done.returncode == 0, done.stderr
+    wrong = run_here("model=net", "model.hiden=64")
+    assert wrong.returncode == 2
+    assert "did you mean model.hidden?" in wrong.stderr or "Did you mean model.hidden?" in wrong.stderr
 
 
 def test_the_page_of_settings_is_that_of_the_code() -> None:
