@@ -21,7 +21,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torch import nn
 
-from ddp_experiments import build, cli, config, recorder
+from ddp_experiments import build, config, recorder
 from ddp_experiments.data import Batch, Splits, TensorData
 from ddp_experiments.environment import Environment
 from ddp_experiments.health import StopRequest, Watch
@@ -105,7 +105,7 @@ def ours(
     with initialize_config_dir(CONF, version_base="1.3"):
         cfg = compose("config", overrides=words)
     OmegaConf.update(cfg, "data", data, merge=False)
-    settings = cli.typed(cfg)
+    settings = config.typed(cfg)
     what = build.build(settings, Environment())
     world = World(0, 0, 1, 1, 0, torch.device("cpu"), None, 1)
     run = Run(folder, writer=True, continued=False, lock=None)

@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 
 class ModeName(Enum):
@@ -207,6 +207,7 @@ class Config:
 OPEN_GROUPS = ("model", "data", "task", "optimizer", "scheduler")
 GROUPS = ("mode", "strategy", *OPEN_GROUPS)
 HORIZON = ("train.max_steps", "train.max_epochs")
+SAVED = "saved_run"  # the name under which --from-run gives a saved config to Hydra
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_.=-]{0,63}"
 DEVICE_PATTERN = r"auto|cpu|mps|cuda(:\d+)?"
 
@@ -321,6 +322,13 @@ def _train_conflicts(train: Train) -> Iterator[str]:
             f"train.accumulation_steps={train.accumulation_steps}: a microbatch would be empty; "
             f"try train.accumulation_steps={max(1, train.global_batch_size)}"
         )
+
+
+def typed(cfg: DictConfig) -> Config:
+    """The typed config; DictConfig ends here."""
+    config = OmegaConf.to_object(cfg)
+    assert isinstance(config, Config)
+    return config
 
 
 def register() -> None:

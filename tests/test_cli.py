@@ -10,7 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from ddp_experiments import cli
+from ddp_experiments import check, cli
 from ddp_experiments.data import Splits
 from tests import probes
 from tests.ranks import ROOT
@@ -407,7 +407,7 @@ def test_secret_from_the_environment_is_in_no_file_of_the_run(train, tmp_path):
     ],
 )
 def test_names_that_mean_secrets_are_known(key, secret):
-    assert bool(cli.SECRET.search(key)) == secret
+    assert bool(check.SECRET.search(key)) == secret
 
 
 # ---- one's own model beside train.py, one's own folder of options

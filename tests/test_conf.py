@@ -8,7 +8,7 @@ import yaml
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from ddp_experiments import cli, launch, targets
+from ddp_experiments import check, cli, launch, targets
 from ddp_experiments import config as schema
 from ddp_experiments.environment import read
 from tests.ranks import ROOT, launcher_variables
@@ -68,8 +68,12 @@ def test_command_in_a_files_head_is_accepted_as_typed(path):
         variables = launcher_variables(0, count * nodes, 29500)
         variables |= {"LOCAL_WORLD_SIZE": str(count), "GROUP_WORLD_SIZE": str(nodes)}
         environment = read(variables)
-    config = cli.typed(composed(*words))
-    said = [*cli.slips(words), *cli.orphans(words, {"experiment": "digits_cnn"}), *schema.conflicts(config)]
+    config = schema.typed(composed(*words))
+    said = [
+        *check.slips(words),
+        *check.orphans(words, {"experiment": "digits_cnn"}),
+        *schema.conflicts(config),
+    ]
     said += launch.faults(config, environment, words)
     for group in schema.OPEN_GROUPS:
         targets.check(getattr(config, group), group)
@@ -93,7 +97,7 @@ def test_option_composes_and_its_values_survive_the_schema(group, option):
                 assert same, f"{key}.{k}: {v} was written, {found[k]} came out"
 
     compare(written, inside, group)
-    assert cli.typed(cfg)
+    assert schema.typed(cfg)
 
 
 MODES = {
@@ -105,7 +109,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_values_reach_the_typed_config(mode):
-    config = cli.typed(composed(f"mode={mode}"))
+    config = schema.typed(composed(f"mode={mode}"))
     assert (config.mode.name.value, config.mode.nnodes, config.mode.nproc_per_node) == MODES[mode]
 
 
@@ -122,19 +126,19 @@ def test_table_of_presets_is_complete():
 @pytest.mark.parametrize(("experiment", "debug"), PRESETS)
 def test_every_preset_passes_the_whole_check(experiment, debug):
     words = [f"experiment={experiment}", f"debug={debug}"]
-    assert cli.faults(composed(*words), words) == []
+    assert check.faults(composed(*words), words) == []
 
 
 @pytest.mark.parametrize("debug", ["overfit", "profile"])
 def test_debug_preset_wins_over_the_experiment(debug):
-    config = cli.typed(composed("experiment=teacher", f"debug={debug}"))
+    config = schema.typed(composed("experiment=teacher", f"debug={debug}"))
     assert config.name == "debug" and config.train.max_epochs is None and config.train.max_steps
     assert config.data["_target_"].endswith("teacher")
 
 
 def test_command_line_wins_over_every_preset():
     words = ["experiment=teacher", "debug=tiny", "train.max_steps=7", "optimizer.lr=0.5", "name=mine"]
-    config = cli.typed(composed(*words))
+    config = schema.typed(composed(*words))
     assert (config.train.max_steps, config.optimizer["lr"], config.name) == (7, 0.5, "mine")
 
 
@@ -150,7 +154,7 @@ def test_default_preset_pins_nothing_in_an_open_group():
 
 def test_no_preset_switches_defaults_of_the_schema_off():
     """What no file mentions keeps the default that the schema declares."""
-    config = cli.typed(composed("experiment=none"))
+    config = schema.typed(composed("experiment=none"))
     assert config.log == schema.Log() and config.resume == schema.Resume() and config.eval == schema.Eval()
     assert config.checkpoint == schema.Checkpoint() and config.seed == 0
 

@@ -18,7 +18,8 @@ from ddp_experiments import identity
 from ddp_experiments.data import Splits
 from ddp_experiments.data.digits import digits
 from ddp_experiments.errors import Refused
-from ddp_experiments.identity import Lock, changes
+from ddp_experiments.identity import changes
+from ddp_experiments.lock import Lock, _start_time
 from ddp_experiments.models.mlp import MLP as Model
 from ddp_experiments.tasks import Classification
 from tests import compare
@@ -153,7 +154,7 @@ def test_a_damaged_status_does_not_hinder_a_continuation(train):
 HOLD = """
 import sys, threading
 from pathlib import Path
-from ddp_experiments.identity import Lock
+from ddp_experiments.lock import Lock
 Lock(Path(sys.argv[1]), "theirs").acquire()
 print("held", flush=True)
 threading.Event().wait()
@@ -179,7 +180,7 @@ def end(process: subprocess.Popen[str]) -> None:
 def written(folder: Path, **changed: Any) -> None:
     """A lock as another start would have left it."""
     body = {"token": "theirs", "host": socket.gethostname(), "pid": os.getpid(), "counter": 3}
-    body["started"] = identity._start_time(os.getpid())
+    body["started"] = _start_time(os.getpid())
     (folder / "lock").write_text(json.dumps(body | changed))
 
 
@@ -239,7 +240,7 @@ def test_the_same_start_takes_its_lock_over_from_a_live_process(tmp_path):
 
 
 def test_a_lock_of_another_host_that_stands_still_is_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(identity, "FOREIGN_SECONDS", 0.5)
+    monkeypatch.setattr("ddp_experiments.lock.FOREIGN_SECONDS", 0.5)
     written(tmp_path, host="elsewhere", pid=1)
     began = time.monotonic()
     assert taken(tmp_path)
@@ -247,7 +248,7 @@ def test_a_lock_of_another_host_that_stands_still_is_taken(tmp_path, monkeypatch
 
 
 def test_a_lock_of_another_host_that_counts_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(identity, "FOREIGN_SECONDS", 20.0)
+    monkeypatch.setattr("ddp_experiments.lock.FOREIGN_SECONDS", 20.0)
     written(tmp_path, host="elsewhere", pid=17)
     threading.Timer(0.3, lambda: written(tmp_path, host="elsewhere", pid=17, counter=4)).start()
     began = time.monotonic()
@@ -258,7 +259,7 @@ def test_a_lock_of_another_host_that_counts_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_lock_counts_and_tells_whose_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(identity, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr("ddp_experiments.lock.BEAT_SECONDS", 0.02)
     lock = Lock(tmp_path, "mine")
     lock.acquire()
     deadline = time.monotonic() + 10

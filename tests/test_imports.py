@@ -12,6 +12,7 @@ PACKAGE = "ddp_experiments"
 FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 FLOORS = [  # a room imports only rooms of floors below its own
     {"cli"},
+    {"check"},
     {"launch"},
     {"experiment"},
     {"build", "recorder"},
@@ -20,10 +21,21 @@ FLOORS = [  # a room imports only rooms of floors below its own
     {"checkpoint", "health", "optim", "parallel", "targets"},
     {"metrics"},
     {"identity", "tasks", "world"},
-    {"config", "data", "environment", "events", "models"},
+    {"config", "data", "environment", "events", "lock", "models"},
     {"errors"},
 ]
-WITHOUT_TORCH = ["__init__", "cli", "config", "environment", "errors", "identity", "launch", "targets"]
+WITHOUT_TORCH = [
+    "__init__",
+    "check",
+    "cli",
+    "config",
+    "environment",
+    "errors",
+    "identity",
+    "launch",
+    "lock",
+    "targets",
+]
 
 
 def room(path: Path) -> str:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ddp_experiments import identity
 from ddp_experiments.events import read_scalars
+from ddp_experiments.lock import Lock
 from ddp_experiments.tasks import Classification
 from ddp_experiments.tracking import read_metrics
 from tests import compare
@@ -391,9 +392,9 @@ def test_training_goes_on_over_a_disk_that_is_full_for_a_while(train, tmp_path):
 
 @root_only
 def test_a_full_disk_takes_neither_status_nor_lock_from_a_run(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(identity, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr("ddp_experiments.lock.BEAT_SECONDS", 0.02)
     with mounted(tmp_path / "disk", "size=64k") as disk:
-        lock = identity.Lock(disk, "mine")
+        lock = Lock(disk, "mine")
         lock.acquire()
         run = identity.Run(disk, writer=True, continued=False, lock=lock)
         run.status("running", step=1)
