@@ -1,6 +1,5 @@
 """From the config to what is trained: data, task and model first, then the parts that change the model."""
 
-import random
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -8,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset, default_collate
@@ -19,7 +17,7 @@ from ddp_experiments.checkpoint.names import model_tensors
 from ddp_experiments.config import Config, NonFinite, Precision
 from ddp_experiments.data import Batches, EvaluationBatches, Microbatch, Splits
 from ddp_experiments.data.loader import said_by, to_device
-from ddp_experiments.data.order import smallest_share
+from ddp_experiments.data.order import seed_host, smallest_share
 from ddp_experiments.environment import Environment
 from ddp_experiments.errors import Refused
 from ddp_experiments.identity import names_a_run
@@ -100,9 +98,8 @@ def build(config: Config, environment: Environment) -> Ingredients:
 
 def seed_everything(seed: int) -> None:
     """Seed every generator that data and models may draw from while they are made."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    torch.manual_seed(seed)  # the devices' as well
+    seed_host(seed)
 
 
 def evaluated(config: Config, splits: Splits) -> dict[str, Dataset[Any] | None]:

@@ -33,4 +33,6 @@ class NonFiniteError(ArithmeticError):
 
 
 class Stopped(SystemExit):
-    """A signal ended the run after a save. A SystemExit, since Hydra takes exceptions for failed jobs."""
+    """A signal ended the run. A SystemExit, since Hydra takes exceptions for failed jobs."""
+
+    code: Exit

@@ -35,15 +35,15 @@ def run(config: Config, saved: Mapping[str, Any], environment: Environment, job:
     meeting = Meeting(environment, config.mode)
     horizon = targets.takes(config.scheduler, "scheduler", "total_steps")
     with (
-        identity.claim(config, saved, meeting, rank=environment.rank, job=job, horizon=horizon) as folder,
-        log_lines(folder, environment.rank),
-        reported(folder, environment.rank) as progress,
+        identity.claim(config, saved, meeting, rank=environment.rank, job=job, horizon=horizon) as claimed,
+        log_lines(claimed, environment.rank),
+        reported(claimed, environment.rank) as progress,
         stop_signals() as request,
     ):
-        checkpoint = find_checkpoint(folder, meeting)
+        checkpoint = find_checkpoint(claimed.folder, meeting)
         progress.state = read_state(checkpoint, len(what.splits.train))  # type: ignore[arg-type]
         with join(config.mode, environment, meeting) as world:
-            place = Place(folder, progress, world, Watch(world, request, progress.state.step))
+            place = Place(claimed, progress, world, Watch(world, request, progress.state.step))
             if config.eval_only:
                 return evaluate_only(config, saved, what, place)
             return train_and_test(config, saved, what, place, checkpoint)
@@ -57,10 +57,10 @@ def train_and_test(
     Nothing of it outlives the function: the group can't be closed while DDP holds it.
     Collective: all ranks must call.
     """
-    folder, progress, world, state = place.folder, place.progress, place.world, place.progress.state
+    progress, world, state, folder = place.progress, place.world, place.progress.state, place.run.folder
     batches = what.batches(config, world)
     total_steps = state.step + steps_left(config, batches, state)
-    tested = total_steps == state.step and was_tested(folder.folder, total_steps)
+    tested = total_steps == state.step and was_tested(folder, total_steps)
     with tracked(config, saved, place, total_steps) as tracker:
         first = first_microbatch(batches, state) if world.world_size > 1 else None
         parts = make_parts(config, what, world, total_steps, first)
@@ -72,7 +72,7 @@ def train_and_test(
         with (
             closing(recorder),
             place.watch.request.deferred(),
-            profiling(folder, world, config.log.profile_steps) as profiler,
+            profiling(place.run, world, config.log.profile_steps) as profiler,
         ):
             stop = train(
                 parts,
@@ -90,11 +90,11 @@ def train_and_test(
             raise Stopped(stop)
         if "test" in evaluators and not tested:
             if world.is_rank0:
-                load(parts.module, weights_in(checkpoint_of(folder.folder, "best")), "the best step")
+                load(parts.module, weights_in(checkpoint_of(folder, "best")), "the best step")
             world.copy_from_rank0(model_tensors(parts.module).values())
             parts.ema = None  # the averages are in the weights now
             tracker.log_evaluation(state, evaluators["test"](), "test")
-        progress.done(closing_lines(config, folder, state))
+        progress.done(closing_lines(config, place.run, state))
         return state.best_value
 
 
@@ -111,5 +111,5 @@ def evaluate_only(config: Config, saved: Mapping[str, Any], what: Ingredients, p
             metrics = evaluation()
             tracker.log_evaluation(place.progress.state, metrics, part)
             value = metrics[config.checkpoint.metric] if value is None else value
-        place.progress.done([f"run {identity.shown(place.folder.folder)}"])
+        place.progress.done([f"run {identity.shown(place.run.folder)}"])
     return value

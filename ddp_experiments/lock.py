@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -111,13 +111,13 @@ class Lock:
         counter = 0
         while not self._stop.wait(BEAT_SECONDS):
             counter += 1
-            try:
-                with self._open() as file:
-                    if self._read(file).get("token") != self.token:
-                        return
-                    self._write(file, counter)
-            except OSError:
-                pass  # a full disk must not end the run; the process itself still shows that it lives
+            with (
+                suppress(OSError),
+                self._open() as file,
+            ):  # on a full disk the process still shows that it lives
+                if self._read(file).get("token") != self.token:
+                    return
+                self._write(file, counter)
 
     def is_mine(self) -> bool:
         """Tell whether this start still is the writer of the folder."""

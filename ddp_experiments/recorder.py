@@ -32,7 +32,7 @@ STATUS_SECONDS = 10.0
 class Place:
     """Where this start runs and writes."""
 
-    folder: identity.Run
+    run: identity.Run
     progress: "Progress"
     world: World
     watch: Watch
@@ -43,16 +43,16 @@ class Recorder:
 
     def __init__(self, config: Config, parts: Parts, tracker: Tracker, place: Place, *, length: int) -> None:
         self.config, self.parts, self.tracker, self.length = config, parts, tracker, length
-        self.progress, lock = place.progress, place.folder.lock
+        self.progress, lock = place.progress, place.run.lock
         self.writer = directories.Writer(
-            place.folder.folder / "checkpoints",
+            place.run.folder / "checkpoints",
             keep_last=config.checkpoint.keep_last,
             is_writer=place.world.is_rank0,
             is_mine=lock.is_mine if lock else lambda: False,
         )
         best = self._best(place.progress.state)
-        if best is not None and place.world.is_rank0:  # a kill may have come between checkpoint and pointer
-            self.writer.point_to(best)
+        if best is not None and place.world.is_rank0:
+            self.writer.point_to(best)  # a kill may have come between checkpoint and pointer
 
     def log(self, point: Point) -> None:
         self.tracker.log(point)
@@ -91,45 +91,44 @@ class Recorder:
 class Progress:
     """Keeps status.json true, and says the last word."""
 
-    def __init__(self, folder: identity.Run, rank: int) -> None:
-        self.folder, self.rank, self.state, self.written = folder, rank, State(), 0.0
+    def __init__(self, run: identity.Run, rank: int) -> None:
+        self.run, self.rank, self.state, self.written = run, rank, State(), 0.0
         self.started = False
 
     def running(self) -> None:
         self.started = True
         if time.monotonic() - self.written > STATUS_SECONDS:
-            self.folder.status("running", step=self.state.step)
+            self.run.status("running", step=self.state.step)
             self.written = time.monotonic()
 
     def done(self, lines: Iterable[str]) -> None:
-        self.folder.status("done", step=self.state.step, exit_code=Exit.DONE)
+        self.run.status("done", step=self.state.step, exit_code=Exit.DONE)
         for line in lines:
             logger.info(line)
 
-    def stopped(self, code: object, reason: str = "") -> None:
+    def stopped(self, code: Exit, reason: str = "") -> None:
         """A signal ended this start."""
-        state = "interrupted" if code == Exit.INTERRUPTED else "preempted"
-        number = int(code) if isinstance(code, int) else None
-        self.folder.status(state, step=self.state.step, reason=reason, exit_code=number)
+        state = "interrupted" if code is Exit.INTERRUPTED else "preempted"
+        self.run.status(state, step=self.state.step, reason=reason, exit_code=code)
         logger.info("%s after step %d; go on with: %s", state, self.state.step, self.go_on())
 
     def go_on(self) -> str:
-        return f"python train.py --continue {shlex.quote(identity.shown(self.folder.folder))}"
+        return f"python train.py --continue {shlex.quote(identity.shown(self.run.folder))}"
 
     def failed(self, error: BaseException) -> None:
         code = Exit.NO_CHECKPOINT if isinstance(error, NoUsableCheckpoint) else Exit.FAILED
         reason = f"{type(error).__name__}: {error}"
-        self.folder.status("failed", step=self.state.step, reason=reason, exit_code=code)
-        saved = [identity.shown(path) for _, path in directories.steps(self.folder.folder / "checkpoints")]
+        self.run.status("failed", step=self.state.step, reason=reason, exit_code=code)
+        saved = [identity.shown(path) for _, path in directories.steps(self.run.folder / "checkpoints")]
         last = f"last checkpoint {saved[-1]}, go on with: {self.go_on()}" if saved else "no checkpoint yet"
         where = f"rank {self.rank}, {socket.gethostname()}, step {self.state.step}"
         error.add_note(f"{type(error).__name__} on {where}: {str(error).partition(chr(10))[0]}; {last}")
 
 
 @contextmanager
-def reported(folder: identity.Run, rank: int) -> Iterator[Progress]:
+def reported(run: identity.Run, rank: int) -> Iterator[Progress]:
     """Keep status.json true, however the block ends. A start that is refused leaves the run as it was."""
-    progress = Progress(folder, rank)
+    progress = Progress(run, rank)
     try:
         yield progress
     except Stopped as stop:
@@ -148,14 +147,14 @@ def reported(folder: identity.Run, rank: int) -> Iterator[Progress]:
 def tracked(config: Config, saved: Mapping[str, Any], place: Place, total_steps: int) -> Iterator[Tracker]:
     """The tracker of this start, closed with the session marked as succeeded or failed."""
     world = place.world
-    tracker = Tracker(place.folder, config, world, step=place.progress.state.step, total_steps=total_steps)
+    tracker = Tracker(place.run, config, world, step=place.progress.state.step, total_steps=total_steps)
     succeeded: bool | None = False
     place.progress.running()
     try:
         if world.is_rank0:
             where = {"world_size": world.world_size, "device": str(world.device), "threads": world.threads}
             tracker.describe(
-                saved, identity.record_start(place.folder, overrides=saved_overrides(), world=where)
+                saved, identity.record_start(place.run, overrides=saved_overrides(), world=where)
             )
         yield tracker
         succeeded = True
@@ -179,7 +178,7 @@ def announce(config: Config, place: Place, parts: Parts, total: int, checkpoint:
     world, step = place.world, place.progress.state.step
     if not world.is_rank0:
         return
-    logger.info("run %s", identity.shown(place.folder.folder))
+    logger.info("run %s", identity.shown(place.run.folder))
     ranks = f"{world.world_size} rank(s) on {world.device.type}, {world.threads} thread(s) each"
     parameters = f"{sum(p.numel() for p in parts.parameters):,} parameters"
     logger.info("%s; %s; %d steps of %d samples", ranks, parameters, total, config.train.global_batch_size)
@@ -188,8 +187,8 @@ def announce(config: Config, place: Place, parts: Parts, total: int, checkpoint:
         logger.info("continuing after step %d (%s)%s", step, checkpoint.name, rest)
 
 
-def closing_lines(config: Config, folder: identity.Run, state: State) -> Iterator[str]:
+def closing_lines(config: Config, run: identity.Run, state: State) -> Iterator[str]:
     if state.best_value is not None:
         yield f"best {config.checkpoint.metric} {state.best_value:.4g} at step {state.best_step}"
-    yield f"run {identity.shown(folder.folder)}"
+    yield f"run {identity.shown(run.folder)}"
     yield "see it with: tensorboard --logdir outputs"

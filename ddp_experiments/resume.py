@@ -12,7 +12,6 @@ from ddp_experiments.checkpoint import directories
 from ddp_experiments.checkpoint.names import load, model_tensors, optimizer_state, restore_optimizer
 from ddp_experiments.checkpoint.tensors import cast, copy_into
 from ddp_experiments.errors import Refused
-from ddp_experiments.identity import Run
 from ddp_experiments.loop import Parts, State
 from ddp_experiments.world import Meeting
 
@@ -41,7 +40,7 @@ def saved_form(
     }
 
 
-def find_checkpoint(folder: Run, meeting: Meeting) -> Path | None:
+def find_checkpoint(folder: Path, meeting: Meeting) -> Path | None:
     """The checkpoint to go on from; None for a fresh start. All ranks must call.
 
     Raises:
@@ -49,7 +48,7 @@ def find_checkpoint(folder: Run, meeting: Meeting) -> Path | None:
     """
 
     def newest() -> str | None:
-        found = directories.newest(folder.folder / "checkpoints")
+        found = directories.newest(folder / "checkpoints")
         return str(found) if found else None
 
     found = meeting.rank0_decides("checkpoint", newest)
@@ -70,9 +69,7 @@ def read_state(checkpoint: Path | None, length: int) -> State:
             f"{checkpoint} was trained on {saved['data_length']} samples, but data has {length}; "
             "start a new run"
         )
-    state = State(**saved["state"])
-    state.best_value = None if state.best_value is None else float(state.best_value)
-    return state
+    return State(**saved["state"])
 
 
 def restore(parts: Parts, checkpoint: Path, state: State) -> None:

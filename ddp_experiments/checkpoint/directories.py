@@ -199,7 +199,10 @@ class Writer:
         self._thread.start()
 
     def point_to(self, best: Mapping[str, Any]) -> None:
-        """Make best.json say which step is the best."""
+        """Make best.json say which step is the best, if it doesn't."""
+        with suppress(OSError, ValueError):
+            if read_json(self.root / "best.json") == best:
+                return
         temporary = self.root / ".best.json.tmp"
         _write_json(temporary, best)
         temporary.replace(self.root / "best.json")

@@ -216,10 +216,7 @@ class SeededItems(Dataset[Any]):
         return items
 
     def _item(self, epoch: int, index: int) -> Any:
-        seed = order.mix(self.seed, epoch, index, 2)
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 400 times as long
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
+        order.seed_host(order.mix(self.seed, epoch, index, 2))
         return self.dataset[index]
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
