@@ -33,7 +33,7 @@ from ddp_experiments.world import World
 CONF = str(Path(__file__).resolve().parent.parent / "conf")
 SIZES = {  # hidden widths, inputs, classes, batch, steps a round, rounds
     "tiny MLP 10-20-2, batch 128": ([20], 10, 2, 128, 400, 12),
-    "medium MLP 784-1024-1024-10, batch 256": ([1024, 1024], 784, 10, 256, 15, 10),
+    "medium MLP 784-1024-1024-10, batch 256": ([1024, 1024], 784, 10, 256, 15, 30),
 }
 
 
@@ -159,14 +159,16 @@ def measure(name: str) -> None:
         go(steps), run(steps)  # both warm
         for watch in (own, hand):
             watch.steps.clear()
-        for _ in range(rounds):
-            own.timed_round(lambda: go(steps), steps)
-            hand.timed_round(lambda: run(steps), steps)
+        for turn in range(rounds):
+            pair = [(own, go), (hand, run)]
+            for watch, train_steps in pair if turn % 2 else reversed(pair):  # neither always goes first
+                watch.timed_round(lambda train_steps=train_steps: train_steps(steps), steps)
     p50 = [statistics.median(w.steps) * 1e6 for w in (own, hand)]
     cpu = [statistics.median(w.rounds) * 1e6 for w in (own, hand)]
     print(name)
     print(f"  median step  ours {p50[0]:9.1f} µs   by hand {p50[1]:9.1f} µs   ratio {p50[0] / p50[1]:.3f}")
-    print(f"  CPU a step   ours {cpu[0]:9.1f} µs   by hand {cpu[1]:9.1f} µs   ratio {cpu[0] / cpu[1]:.3f}")
+    paired = statistics.median(a / b for a, b in zip(own.rounds, hand.rounds, strict=True))
+    print(f"  CPU a step   ours {cpu[0]:9.1f} µs   by hand {cpu[1]:9.1f} µs   ratio {paired:.3f} by pairs")
 
 
 def main() -> None:
