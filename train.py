@@ -11,14 +11,14 @@ python train.py --help                                 groups, settings, more co
 import hydra
 from omegaconf import DictConfig
 
-from ddp_experiments import cli, config
+from ddp_experiments import cli, config, identity
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> float | None:
     from ddp_experiments import launch  # torch is imported from here on
 
-    return launch.run(config.typed(cfg), cli.saved_form(cfg), cli.job_folder())
+    return launch.run(config.typed(cfg), identity.saved_form(cfg))
 
 
 if __name__ == "__main__":

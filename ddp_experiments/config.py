@@ -65,7 +65,7 @@ class Mode:
     name: ModeName = setting(MISSING, "free", "set by the group: single, multigpu or multinode")
     nnodes: int | str = setting(MISSING, "free", "machines, or auto = what the launcher says")
     nproc_per_node: int | str = setting(
-        MISSING, "free", "processes a machine, or auto = what the launcher says"
+        MISSING, "free", "processes a machine; auto = what torchrun says, or one for each accelerator"
     )
     device: str = setting(
         "auto", "free", "auto, cpu, cuda, cuda:N or mps; auto takes an accelerator if there is one"
@@ -78,6 +78,15 @@ class Mode:
     )
     timeout_seconds: int = setting(300, "free", "deadline of a collective, in seconds")
     init_timeout_seconds: int = setting(120, "free", "deadline for all ranks to meet, in seconds")
+    max_restarts: int = setting(
+        0, "free", "times that failed processes are started again, without torchrun; they continue the run"
+    )
+    node_rank: int | None = setting(
+        None, "free", "number of this machine, from 0: to start its share without torchrun"
+    )
+    rdzv_endpoint: str | None = setting(
+        None, "free", "HOST:PORT on the machine with node_rank 0, where the machines meet without torchrun"
+    )
 
 
 @dataclass
@@ -177,6 +186,13 @@ class Resume:
 
 
 @dataclass
+class Sweep:
+    """Sweeps, `-m`."""
+
+    fail_fast: bool = setting(False, "free", "a failed job ends the sweep; else the others still run")
+
+
+@dataclass
 class Config:
     """An experiment. Open groups (model, data, task, optimizer, scheduler) are `_target_` plus arguments."""
 
@@ -197,6 +213,7 @@ class Config:
     checkpoint: Checkpoint = setting(Checkpoint, "free", "saving")
     log: Log = setting(Log, "free", "logging")
     resume: Resume = setting(Resume, "free", "continuing")
+    sweep: Sweep = setting(Sweep, "free", "sweeps")
     model: Any = setting(MISSING, "fixed", "open group")
     data: Any = setting(MISSING, "fixed", "open group")
     task: Any = setting(MISSING, "fixed", "open group")
@@ -209,6 +226,7 @@ GROUPS = ("mode", "strategy", *OPEN_GROUPS)
 HORIZON = ("train.max_steps", "train.max_epochs")
 SAVED = "saved_run"  # the name under which --from-run gives a saved config to Hydra
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9_.=-]{0,63}"
+ENDPOINT_PATTERN = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):\d{1,5}"
 DEVICE_PATTERN = r"auto|cpu|mps|cuda(:\d+)?"
 
 
@@ -294,9 +312,19 @@ def _mode_conflicts(mode: Mode, strategy: Strategy) -> Iterator[str]:
     }
     odd = {k for k, v in numbers.items() if v != "auto" and not (isinstance(v, int) and v >= 1)}
     yield from (f"{key}={numbers[key]} must be auto or at least 1; try {key}=auto" for key in sorted(odd))
-    for key in ("timeout_seconds", "init_timeout_seconds"):
-        if getattr(mode, key) < 1:
-            yield f"mode.{key}={getattr(mode, key)} must be at least 1"
+    for key, least in (("timeout_seconds", 1), ("init_timeout_seconds", 1), ("max_restarts", 0)):
+        if getattr(mode, key) < least:
+            yield f"mode.{key}={getattr(mode, key)} must be at least {least}"
+    for key in ("node_rank", "rdzv_endpoint"):
+        if getattr(mode, key) is not None and mode.name is not ModeName.multinode:
+            yield f"mode.{key}={getattr(mode, key)} needs mode=multinode"
+    if mode.rdzv_endpoint is not None and not re.fullmatch(ENDPOINT_PATTERN, mode.rdzv_endpoint):
+        example = "mode.rdzv_endpoint=10.0.0.1:29500"
+        yield f"mode.rdzv_endpoint={mode.rdzv_endpoint}: want HOST:PORT, e.g. {example}"
+    if mode.node_rank is not None:
+        last = mode.nnodes - 1 if isinstance(mode.nnodes, int) else mode.node_rank
+        if not 0 <= mode.node_rank <= last:
+            yield f"mode.node_rank={mode.node_rank}: {mode.nnodes} machines are numbered from 0 to {last}"
     if mode.name is not ModeName.multinode and mode.nnodes != 1 and "mode.nnodes" not in odd:
         yield f"mode.nnodes={mode.nnodes} needs mode=multinode"
     if mode.name is ModeName.single and mode.nproc_per_node != 1 and "mode.nproc_per_node" not in odd:

@@ -32,6 +32,26 @@ class NonFiniteError(ArithmeticError):
     """A step had infinite or NaN gradients and train.nonfinite=raise."""
 
 
+class PeerFailed(RuntimeError):
+    """Another rank failed first; this one has only seen the consequence."""
+
+
+class WorkersFailed(RuntimeError):
+    """The ranks that this process has started failed.
+
+    Attributes:
+        told: one of them has said why.
+        traceback: of the one that failed first, if it could tell.
+        folder: of the run, if it came so far.
+    """
+
+    def __init__(
+        self, text: str, exit_code: Exit, *, told: bool, traceback: str = "", folder: str | None = None
+    ) -> None:
+        super().__init__(text)
+        self.exit_code, self.told, self.traceback, self.folder = exit_code, told, traceback, folder
+
+
 class Stopped(SystemExit):
     """A signal ended the run. A SystemExit, since Hydra takes exceptions for failed jobs."""
 

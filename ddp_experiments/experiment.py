@@ -1,9 +1,7 @@
 """The composition root: build, agree, join, resume, train, test, close. It reads like a table of contents."""
 
-from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from ddp_experiments import identity, targets
 from ddp_experiments.build import Ingredients, build, first_microbatch, make_parts, steps_left
@@ -12,45 +10,44 @@ from ddp_experiments.checkpoint.names import load, model_tensors
 from ddp_experiments.config import Config
 from ddp_experiments.environment import Environment
 from ddp_experiments.errors import Stopped
-from ddp_experiments.health import Watch, stop_signals
+from ddp_experiments.health import StopRequest, Watch
+from ddp_experiments.identity import Origin
 from ddp_experiments.loop import train
+from ddp_experiments.meeting import Meeting
 from ddp_experiments.recorder import Place, Recorder, announce, closing_lines, reported, tracked
 from ddp_experiments.resume import find_checkpoint, read_state, restore
 from ddp_experiments.tracking import log_lines, profiling, was_tested
-from ddp_experiments.world import Meeting, join, set_threads
+from ddp_experiments.world import join, set_threads
 
 
-def run(config: Config, saved: Mapping[str, Any], environment: Environment, job: Path | None) -> float | None:
+def run(
+    config: Config, origin: Origin, environment: Environment, meeting: Meeting, request: StopRequest
+) -> float | None:
     """Run an experiment as one of its ranks. Collective: all ranks must call.
-
-    Args:
-        saved: the settings as they are written down.
-        job: the folder, where a sweep has made it.
 
     Returns:
         The best value of checkpoint.metric, for sweepers; None without evaluations.
     """
     set_threads(config.mode, environment)
     what = build(config, environment)  # what is refused here leaves no folder and no group
-    meeting = Meeting(environment, config.mode)
     horizon = targets.takes(config.scheduler, "scheduler", "total_steps")
     with (
-        identity.claim(config, saved, meeting, rank=environment.rank, job=job, horizon=horizon) as claimed,
+        identity.claim(config, origin, meeting, rank=environment.rank, horizon=horizon) as claimed,
         log_lines(claimed, environment.rank),
         reported(claimed, environment.rank) as progress,
-        stop_signals() as request,
     ):
+        meeting.leave_word("folder", str(claimed.folder))
         checkpoint = find_checkpoint(claimed.folder, meeting)
         progress.state = read_state(checkpoint, len(what.splits.train))  # type: ignore[arg-type]
         with join(config.mode, environment, meeting) as world:
             place = Place(claimed, progress, world, Watch(world, request, progress.state.step))
             if config.eval_only:
-                return evaluate_only(config, saved, what, place)
-            return train_and_test(config, saved, what, place, checkpoint)
+                return evaluate_only(config, origin, what, place)
+            return train_and_test(config, origin, what, place, checkpoint)
 
 
 def train_and_test(
-    config: Config, saved: Mapping[str, Any], what: Ingredients, place: Place, checkpoint: Path | None
+    config: Config, origin: Origin, what: Ingredients, place: Place, checkpoint: Path | None
 ) -> float | None:
     """Train from where the run stands, then evaluate the test part from the best weights.
 
@@ -61,7 +58,7 @@ def train_and_test(
     batches = what.batches(config, world)
     total_steps = state.step + steps_left(config, batches, state)
     tested = total_steps == state.step and was_tested(folder, total_steps)
-    with tracked(config, saved, place, total_steps) as tracker:
+    with tracked(config, origin, place, total_steps) as tracker:
         first = first_microbatch(batches, state) if world.world_size > 1 else None
         parts = make_parts(config, what, world, total_steps, first)
         evaluators = what.evaluators(config, parts)
@@ -98,13 +95,13 @@ def train_and_test(
         return state.best_value
 
 
-def evaluate_only(config: Config, saved: Mapping[str, Any], what: Ingredients, place: Place) -> float | None:
+def evaluate_only(config: Config, origin: Origin, what: Ingredients, place: Place) -> float | None:
     """Evaluate the weights of a run or file on the validation and test parts.
 
     Collective: all ranks must call.
     """
     value = None
-    with tracked(config, saved, place, 0) as tracker:
+    with tracked(config, origin, place, 0) as tracker:
         parts = make_parts(config, what, place.world, 1, None)
         parts.ema = None
         for part, evaluation in what.evaluators(config, parts).items():

@@ -29,12 +29,13 @@ class StopRequest:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Only note signals while the block runs; the loop looks. A second Ctrl-C still ends the process."""
+        """Only note signals while the block runs; the loop looks. A second Ctrl-C still ends the process.
+
+        After an error in the block as well: why a rank fails is told before it ends.
+        """
         self.deferring = True
-        try:
-            yield
-        finally:
-            self.deferring = False
+        yield
+        self.deferring = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         code = STOP_SIGNALS[signal.Signals(number)]

@@ -7,7 +7,6 @@ import platform
 import shlex
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import Container, DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from ddp_experiments.config import Config, resume_rule
 from ddp_experiments.environment import launch_token
@@ -35,6 +36,52 @@ class Agreement(Protocol):
 
     def once(self, key: str, make: Callable[[], str]) -> str: ...
     def rank0_decides(self, key: str, decide: Callable[[], T]) -> T: ...
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a run comes from: what was asked for, to be written down."""
+
+    settings: Mapping[str, Any]  # resolved; environment values stay `${oc.env:...}`
+    overrides: Sequence[str] = ()
+    command: str = ""
+    folder: str | None = None  # where a sweep wants it
+
+
+# ---- the config as it is written down
+
+
+def saved_form(cfg: DictConfig) -> dict[str, Any]:
+    """The config as plain values, to be written down: resolved, but `${oc.env:...}` stays as it is."""
+    raw = OmegaConf.create(OmegaConf.to_container(cfg, resolve=False, enum_to_str=True))
+    OmegaConf.register_new_resolver("oc.env", _as_typed, replace=True)
+    try:
+        plain = _plain(raw)
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+    assert isinstance(plain, dict)
+    return plain
+
+
+def _as_typed(name: str, *default: Any) -> str:
+    """What was typed to get an environment value, in place of the value: it may be a secret."""
+    quoted = ["null" if d is None else repr(d) if isinstance(d, str) else str(d) for d in default]
+    return f"${{oc.env:{','.join([name, *quoted])}}}"
+
+
+def _plain(node: Container) -> Any:
+    """Plain values, resolved; what needs the environment to be found at all stays as it is."""
+
+    def entry(key: Any) -> Any:
+        try:
+            value = node[key]
+        except OmegaConfBaseException:
+            return node._get_node(key)._value()  # type: ignore[union-attr]
+        return _plain(value) if isinstance(value, Container) else value
+
+    if isinstance(node, ListConfig):
+        return [entry(i) for i in range(len(node))]
+    return {str(key): entry(key) for key in node}
 
 
 # ---- the folder
@@ -150,20 +197,10 @@ class Run:
 
 
 @contextmanager
-def claim(
-    config: Config,
-    saved: Mapping[str, Any],
-    agreement: Agreement,
-    *,
-    rank: int,
-    job: Path | None,
-    horizon: bool,
-) -> Iterator[Run]:
+def claim(config: Config, origin: Origin, agreement: Agreement, *, rank: int, horizon: bool) -> Iterator[Run]:
     """The folder of this run, made or continued, locked while the block runs. All ranks must call.
 
     Args:
-        saved: the settings as they are written down.
-        job: the folder, where a sweep has made it.
         horizon: the learning rate follows from the length of the run.
 
     Raises:
@@ -173,15 +210,15 @@ def claim(
     lock: list[Lock] = []
 
     def decide() -> dict[str, Any]:
-        folder, continued = _choose(config, agreement, job)
+        folder, continued = _choose(config, agreement, origin)
         holder = Lock(folder, token)
         try:
             holder.acquire()
             if continued:
-                found = check_changes(folder, saved, config.resume.allow, horizon)
-                _write_config(folder, saved, keep=bool(found))
+                found = check_changes(folder, origin.settings, config.resume.allow, horizon)
+                _write_config(folder, origin.settings, keep=bool(found))
             else:
-                _write_config(folder, saved, keep=False)
+                _write_config(folder, origin.settings, keep=False)
         except BaseException as error:
             holder.release()
             if isinstance(error, OSError):
@@ -208,20 +245,36 @@ def names_a_run(config: Config) -> bool:
     )
 
 
+def go_on(folder: Path) -> str:
+    """What to type to continue a run."""
+    return f"python train.py --continue {shlex.quote(shown(folder.resolve()))}"
+
+
+def last_word(folder: str | None, text: str) -> str:
+    """The sentence for ranks that could not say it themselves: cause, last checkpoint, what to type."""
+    if folder is None:
+        return text
+    steps = [int(p.name[5:]) for p in Path(folder).glob("checkpoints/step-*") if p.name[5:].isdecimal()]
+    last = Path(folder) / "checkpoints" / f"step-{max(steps, default=0)}"
+    saved = f"last checkpoint {shown(last.resolve())}" if steps else "no checkpoint yet"
+    return f"{text}; {saved}; go on with: {go_on(Path(folder))}"
+
+
 def shown(path: Path) -> str:
     """A path as a person would type it: relative to where the program runs, if it lies below."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def _choose(config: Config, agreement: Agreement, job: Path | None) -> tuple[Path, bool]:
+def _choose(config: Config, agreement: Agreement, origin: Origin) -> tuple[Path, bool]:
     """(folder, whether it already holds a run). Rank 0 only."""
     if config.resume.run:
         folder = Path(config.resume.run)
         load_config(folder)
         return folder, True
-    if job is not None:
-        return job, (job / "config.yaml").exists()
+    if origin.folder is not None:
+        folder = Path(origin.folder)
+        return folder, (folder / "config.yaml").exists()
     parent = Path("outputs") / config.name
     folder = parent / (config.run_id or agreement.once("run_id", lambda: new_folder(parent).name))
     try:
@@ -261,12 +314,12 @@ def _write_config(folder: Path, saved: Mapping[str, Any], *, keep: bool) -> None
     _replace(path, head + OmegaConf.to_yaml(dict(saved)))  # quotes texts that it would read as numbers
 
 
-def record_start(run: Run, *, overrides: Sequence[str], world: Mapping[str, Any]) -> dict[str, Any]:
+def record_start(run: Run, origin: Origin, world: Mapping[str, Any]) -> dict[str, Any]:
     """Add this start to provenance.json: command, versions, git state, host, world. Rank 0 only."""
     commit, patch = _git()
     start = {
-        "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
-        "overrides": list(overrides),
+        "command": origin.command,
+        "overrides": list(origin.overrides),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         "python": platform.python_version(),

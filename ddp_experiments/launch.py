@@ -1,16 +1,26 @@
-"""What this process has to be: a worker of a launcher, the only process, or refused; and its last word."""
+"""What this process has to be: a rank, the parent of ranks, or refused; and its last word."""
 
 import shlex
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from ddp_experiments import identity, sweep
 from ddp_experiments.config import OPEN_GROUPS, Config, Mode, ModeName
 from ddp_experiments.environment import Environment, first_on_machine, read
-from ddp_experiments.errors import Exit, NonFiniteError, NoUsableCheckpoint, Refused, Stopped
+from ddp_experiments.errors import Exit, Stopped, WorkersFailed
+from ddp_experiments.identity import Origin
+from ddp_experiments.targets import takes
+
+if TYPE_CHECKING:
+    from ddp_experiments.meeting import Meeting
 
 
 def typed_words() -> list[str]:
@@ -30,26 +40,35 @@ def command(mode: Mode, words: Sequence[str]) -> str:
     return f"torchrun {nodes}--nproc_per_node={processes} train.py {shlex.join(words)}".rstrip()
 
 
-def sweep_faults(environment: Environment, job: Sequence[str]) -> Iterator[str]:
-    """Yield why a sweep can't be; `job` is the overrides of one of its jobs."""
-    if environment.world_size > 1:
+def sweep_faults(
+    config: Config, environment: Environment, swept: Sequence[str], sweeper: str
+) -> Iterator[str]:
+    """Yield why a sweep can't be.
+
+    Args:
+        swept: the settings that vary.
+        sweeper: the class of Hydra's that chooses the jobs.
+    """
+    for key in sorted({"name", "run_id", "from_run", "resume.run", "sweep.fail_fast"} & set(swept)):
+        yield f"{key} is the sweep's own and can't vary in it; give one value, or none"
+    if config.resume.run:
+        yield "--continue names one run, but -m starts several; leave out one of the two"
+    if environment.launched and not sweeper.endswith(sweep.BASIC[0]):
+        start = f"python train.py mode=multigpu mode.nproc_per_node={environment.local_world_size}"
+        rest = [w for w in typed_words() if not w.startswith(("mode=", "mode.nproc_per_node="))]
         yield (
-            "-m sweeps in one process, since ranks of one launcher could end up in different jobs; start "
-            f"each job by itself: torchrun --nproc_per_node={environment.local_world_size} train.py "
-            f"{shlex.join(job)}"
+            f"{sweeper.rpartition('.')[2]} draws its values anew on every rank; let one process draw, and "
+            f"start the ranks of each job: {start} {shlex.join(rest)}"
         )
-    given = {o.lstrip("+").split("=")[0] for o in job}
-    for key in sorted(given & {"run_id", "resume.run"}):
-        yield f"{key} names one run, but -m starts several; leave out one of the two"
+    if not environment.launched and config.mode.name is ModeName.multinode and not config.run_id:
+        yield "the machines of a sweep need one name for its folder: add run_id=NAME, the same on each"
 
 
 def faults(config: Config, environment: Environment, words: Sequence[str]) -> Iterator[str]:
-    """Yield why the mode doesn't fit the launcher, or the batch the ranks; each with the line to type."""
+    """Yield why the mode doesn't fit the launcher, each with the line to type."""
     mode, ranks = config.mode, environment.world_size
-    if not environment.launched and mode.name is not ModeName.single:
-        where = "on each machine, with its own node_rank" if mode.name is ModeName.multinode else "instead"
-        line = command(mode, words)
-        yield f"mode={mode.name.value} needs several processes, but this is one; type {where}: {line}"
+    if not environment.launched:
+        yield from _own_start_faults(mode, words)
         return
     if mode.name is ModeName.single and ranks > 1:
         yield (
@@ -66,6 +85,33 @@ def faults(config: Config, environment: Environment, words: Sequence[str]) -> It
                 f"mode.{key}={wanted}, but the launcher started {started}; "
                 f"leave it out, or start torchrun --{key}={wanted}"
             )
+    own = {"node_rank": None, "rdzv_endpoint": None, "max_restarts": 0}
+    for key, default in own.items():
+        if (value := getattr(mode, key)) != default:
+            yield f"mode.{key}={value} is for starting without torchrun; leave it out, torchrun has --{key}"
+
+
+def _own_start_faults(mode: Mode, words: Sequence[str]) -> Iterator[str]:
+    """Yield why this program can't start the workers by itself."""
+    if mode.name is ModeName.single and mode.max_restarts:
+        yield f"mode.max_restarts={mode.max_restarts} needs processes that are started: try mode=multigpu"
+    if mode.name is not ModeName.multinode:
+        return
+    missing = [k for k in ("node_rank", "rdzv_endpoint") if getattr(mode, k) is None]
+    if mode.nnodes == "auto":
+        missing.insert(0, "nnodes")
+    if missing:
+        examples = {"nnodes": "2", "node_rank": "0", "rdzv_endpoint": "HOST:29500"}
+        more = " ".join(f"mode.{k}={examples[k]}" for k in missing)
+        yield (
+            "mode=multinode is one process here, and nothing says which of several machines this is; on each "
+            f"machine, with its own node_rank, type: python train.py {shlex.join(words)} {more}; "
+            f"or: {command(mode, words)}"
+        )
+
+
+def rank_faults(config: Config, ranks: int) -> Iterator[str]:
+    """Yield why the batch or the strategy doesn't fit so many ranks."""
     batch, steps = config.train.global_batch_size, config.train.accumulation_steps
     if ranks > 1 and batch >= steps and batch < ranks * steps:
         yield (
@@ -85,8 +131,8 @@ def target_faults(config: Config, environment: Environment | None = None) -> lis
     from ddp_experiments import targets, world
     from ddp_experiments.config import Precision
 
-    environment = environment or read()
-    said = list(world.device_faults(config.mode, environment))
+    environment = world.planned(config.mode, environment or read())
+    said = [*rank_faults(config, environment.world_size), *world.device_faults(config.mode, environment)]
     for group in OPEN_GROUPS:
         try:
             targets.check(getattr(config, group), group)
@@ -117,36 +163,134 @@ def refuse(said: Iterable[str]) -> NoReturn:
     sys.exit(Exit.REFUSED)
 
 
-def run(config: Config, saved: Mapping[str, Any], job: Path | None) -> float | None:
-    """Run the experiment as this process's rank; print what ended it, and leave with its exit code.
+# ---- running
 
-    A job of a sweep raises instead, since Hydra counts it as failed and goes on.
+
+def run(config: Config, settings: Mapping[str, Any]) -> float | None:
+    """Do what was typed: be the run or a rank of it, or start its ranks.
+
+    Args:
+        settings: as they are written down.
+
+    Returns:
+        The best value of checkpoint.metric, for sweepers.
     """
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    from ddp_experiments import experiment
-
     environment = read()
-    work = record(experiment.run) if environment.launched else experiment.run  # for torchrun's summary
+    origin = Origin(settings, overrides(), shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]))
+    if (job := sweep.hydras_job()) is not None:
+        return run_job(*job, config, origin)
+    if environment.launched or config.mode.name is ModeName.single:
+        from ddp_experiments import rank
+
+        return rank.be_rank(config, origin)
     try:
-        value: float | None = work(config, saved, environment, job)
-        return value
-    except Stopped:
-        if environment.launched:  # torchrun would start any other code anew; status.json tells
-            raise SystemExit(Exit.DONE) from None
+        return start_workers(config, origin, environment)
+    except WorkersFailed as error:
+        if not error.told:
+            print(identity.last_word(error.folder, str(error)), file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+
+
+def has_horizon(config: Config) -> bool:
+    """Tell whether the learning rate follows from the length of the run."""
+    return takes(config.scheduler, "scheduler", "total_steps")
+
+
+def overrides() -> list[str]:
+    """The settings as they were typed."""
+    found = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)  # no environment values
+    assert isinstance(found, list)
+    return [str(o) for o in found]
+
+
+def start_workers(config: Config, origin: Origin, environment: Environment) -> float | None:
+    """Run the experiment on workers that this process starts.
+
+    Raises:
+        WorkersFailed, Stopped, Refused: as in `workers.start`.
+    """
+    from ddp_experiments import workers, world
+
+    planned, mode = world.planned(config.mode, environment), config.mode
+    if mode.nproc_per_node == "auto" and not world.accelerators(mode) and origin.folder is None:
+        count = planned.local_world_size
+        print(f"no accelerator here: {count} CPU processes (mode.nproc_per_node=auto)", file=sys.stderr)
+    return workers.start(config, origin, planned)
+
+
+# ---- a job of a sweep
+
+
+class JobFailed(RuntimeError):
+    """A job of a sweep failed. Hydra takes it as the job's result."""
+
+
+def run_sweep(folder: Path, jobs: Iterable[tuple[Config, Origin]]) -> None:
+    """Run every job of a sweep, one after the other, whatever becomes of each.
+
+    Collective under a launcher: all ranks must call.
+    """
+    for number, (config, origin) in enumerate(jobs):
+        try:
+            run_job(folder, number, config, origin)
+        except JobFailed:
+            if config.sweep.fail_fast:
+                break
+
+
+def run_job(folder: Path, number: int, config: Config, origin: Origin) -> float | None:
+    """Run one job of a sweep on workers of its own, or on the ranks that a launcher has started.
+
+    Collective under a launcher: all ranks must call.
+
+    Raises:
+        JobFailed: it failed; the same on all ranks.
+        Stopped, KeyboardInterrupt: the sweep is to end.
+    """
+    environment, meeting = read(), None
+    writes = environment.rank == 0 and not config.mode.node_rank
+    settings, horizon = origin.settings, has_horizon(config)
+    job = sweep.job_of(folder, number, origin.overrides, config, settings, horizon=horizon, writes=writes)
+    try:
+        if environment.launched:
+            from ddp_experiments.meeting import Meeting
+
+            meeting = Meeting(environment, config.mode)
+        begun = meeting.rank0_decides("job", job.begin) if meeting else job.begin()
+        if begun["done"]:
+            value: float | None = begun["value"]
+            return value
+        return _finish(job, config, replace(origin, folder=begun["folder"]), environment, meeting)
+    finally:
+        if meeting is not None:
+            meeting.close()
+
+
+def _finish(
+    job: sweep.Job, config: Config, origin: Origin, environment: Environment, meeting: "Meeting | None"
+) -> float | None:
+    """Run a job that isn't done, and write down what has become of it."""
+    value, cause = None, None
+    try:
+        if meeting is None:
+            value = start_workers(config, origin, environment)
+        else:
+            from ddp_experiments import rank
+
+            value, cause = rank.work_in_step(config, origin, environment, meeting)
+    except (Stopped, KeyboardInterrupt):
+        job.note("interrupted")
         raise
-    except Exception as error:
-        if job is not None:  # Hydra would tell the first failure only, and at the end
-            reasons = getattr(error, "__notes__", None) or [f"{type(error).__name__}: {error}"]
-            print(f"job {job.name} failed:", *reasons, file=sys.stderr, flush=True)
-            raise
-        if isinstance(error, Refused):
-            refuse(error.faults)
-        if isinstance(error, NoUsableCheckpoint):
-            print(error, file=sys.stderr, flush=True)
-            sys.exit(Exit.NO_CHECKPOINT)
-        if not isinstance(error, NonFiniteError):
-            traceback.print_exc()  # its note is the last line: cause, rank, host, step, what to type
-        elif environment.rank == 0:  # all ranks have agreed on it
-            print(*error.__notes__, sep="\n", file=sys.stderr, flush=True)
-        sys.exit(Exit.FAILED)
+    except WorkersFailed as error:
+        cause = {"text": str(error), "traceback": error.traceback}
+    except Exception as error:  # the machines can't meet, say
+        cause = {"text": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+    if cause is None:
+        job.note(sweep.DONE, value=value)
+        return value
+    job.note("failed", error=cause["text"])
+    job.log(f"{cause['traceback']}\n{cause['text']}")
+    if environment.rank == 0:
+        said = identity.last_word(origin.folder, cause["text"])
+        print(f"job {job.number} failed: {said}", file=sys.stderr, flush=True)
+    raise JobFailed(f"job {job.number} failed: {cause['text']}")

@@ -1,7 +1,6 @@
 """What is known about a start while it runs: status.json, points, evaluations, checkpoints, the last word."""
 
 import logging
-import shlex
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
 
 from ddp_experiments import identity
 from ddp_experiments.checkpoint import directories
@@ -113,7 +110,7 @@ class Progress:
         logger.info("%s after step %d; go on with: %s", state, self.state.step, self.go_on())
 
     def go_on(self) -> str:
-        return f"python train.py --continue {shlex.quote(identity.shown(self.run.folder))}"
+        return identity.go_on(self.run.folder)
 
     def failed(self, error: BaseException) -> None:
         code = Exit.NO_CHECKPOINT if isinstance(error, NoUsableCheckpoint) else Exit.FAILED
@@ -144,7 +141,7 @@ def reported(run: identity.Run, rank: int) -> Iterator[Progress]:
 
 
 @contextmanager
-def tracked(config: Config, saved: Mapping[str, Any], place: Place, total_steps: int) -> Iterator[Tracker]:
+def tracked(config: Config, origin: identity.Origin, place: Place, total_steps: int) -> Iterator[Tracker]:
     """The tracker of this start, closed with the session marked as succeeded or failed."""
     world = place.world
     tracker = Tracker(place.run, config, world, step=place.progress.state.step, total_steps=total_steps)
@@ -153,9 +150,7 @@ def tracked(config: Config, saved: Mapping[str, Any], place: Place, total_steps:
     try:
         if world.is_rank0:
             where = {"world_size": world.world_size, "device": str(world.device), "threads": world.threads}
-            tracker.describe(
-                saved, identity.record_start(place.run, overrides=saved_overrides(), world=where)
-            )
+            tracker.describe(origin.settings, identity.record_start(place.run, origin, where))
         yield tracker
         succeeded = True
     except (Stopped, KeyboardInterrupt):
@@ -163,14 +158,6 @@ def tracked(config: Config, saved: Mapping[str, Any], place: Place, total_steps:
         raise
     finally:
         tracker.close(succeeded=succeeded)
-
-
-def saved_overrides() -> list[str]:
-    if not HydraConfig.initialized():
-        return []
-    found = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)  # no environment values
-    assert isinstance(found, list)
-    return [str(o) for o in found]
 
 
 def announce(config: Config, place: Place, parts: Parts, total: int, checkpoint: Path | None) -> None:

@@ -13,7 +13,7 @@ from ddp_experiments.checkpoint.names import load, model_tensors, optimizer_stat
 from ddp_experiments.checkpoint.tensors import cast, copy_into
 from ddp_experiments.errors import Refused
 from ddp_experiments.loop import Parts, State
-from ddp_experiments.world import Meeting
+from ddp_experiments.meeting import Meeting
 
 logger = logging.getLogger("ddp_experiments")
 

@@ -37,6 +37,7 @@ NOT_HYPERPARAMETERS = (
     "checkpoint",
     "log",
     "resume",
+    "sweep",
 )
 
 

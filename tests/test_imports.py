@@ -12,8 +12,12 @@ PACKAGE = "ddp_experiments"
 FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 FLOORS = [  # a room imports only rooms of floors below its own
     {"cli"},
+    {"preflight"},
     {"check"},
+    {"worker"},
     {"launch"},
+    {"rank", "sweep", "workers"},
+    {"rendezvous"},
     {"experiment"},
     {"build", "recorder"},
     {"resume", "tracking"},
@@ -21,8 +25,9 @@ FLOORS = [  # a room imports only rooms of floors below its own
     {"checkpoint", "health", "optim", "parallel", "targets"},
     {"metrics"},
     {"identity", "tasks", "world"},
+    {"meeting"},
     {"config", "data", "environment", "events", "lock", "models"},
-    {"errors"},
+    {"errors", "process"},
 ]
 WITHOUT_TORCH = [
     "__init__",
@@ -34,6 +39,9 @@ WITHOUT_TORCH = [
     "identity",
     "launch",
     "lock",
+    "preflight",
+    "process",
+    "sweep",
     "targets",
 ]
 

@@ -1,0 +1,317 @@
+"""What the ranks of a start agree on through the launcher's store, before, beside and after a group.
+
+Always under a prefix that all ranks agree on anew: the keys of an earlier round of workers, or of an earlier
+job of a sweep, can't be read by a later one.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from ddp_experiments.config import Mode
+from ddp_experiments.environment import Environment
+from ddp_experiments.errors import Exit, NonFiniteError, NoUsableCheckpoint, PeerFailed, Refused, Stopped
+
+T = TypeVar("T")
+PACKAGE = str(Path(__file__).parent)
+LOOK_SECONDS = 0.5  # between two looks at whether another rank has failed
+LEAVE_SECONDS = 15.0  # so long a rank may take to end after another one has failed
+LATE_SECONDS = 1.0  # so long the ranks whose collective failed wait for one another's word
+LOST = ("timed out", "closed by peer", "reset by peer", "broken pipe", "timeout")  # in errors of collectives
+OWN_ERRORS = (Refused, NoUsableCheckpoint, NonFiniteError)  # all ranks agree on them and raise them alike
+
+
+class Meeting:
+    """The ranks of one start, meeting at the launcher's store; without a launcher one rank, and no store."""
+
+    def __init__(self, environment: Environment, mode: Mode) -> None:
+        self.environment, self.timeout = environment, timedelta(seconds=mode.init_timeout_seconds)
+        self.launcher_store: Store | None = None
+        self.store: Store | None = None
+        self.cause: dict[str, Any] | None = None
+        self.abort: Callable[[], None] | None = None  # of a group whose calls don't end by themselves
+        self._spoken = False
+        self._lookout: _Lookout | None = None
+        if environment.launched and environment.master_port:
+            self.launcher_store = self._client(hosts=not environment.agent_store and environment.rank == 0)
+            self.round = self._round()
+            if environment.rank == 0:
+                self.launcher_store.delete_key("ddpx/cause")  # of an attempt before
+            self.store = PrefixStore(f"ddpx/{self.round}", self.launcher_store)
+            # All are here now; what a rank decides may take longer, such as checking a large checkpoint.
+            self.timeout = max(self.timeout, timedelta(seconds=mode.timeout_seconds))
+            self.store.set_timeout(self.timeout)
+            if environment.world_size > 1:
+                self._lookout = _Lookout(self)
+
+    def _client(self, hosts: bool = False) -> Store:
+        environment = self.environment
+        return TCPStore(
+            environment.master_addr,
+            environment.master_port,
+            is_master=hosts,
+            wait_for_workers=False,
+            multi_tenant=True,
+            timeout=self.timeout,
+        )
+
+    def _round(self) -> str:
+        """A name for this round of workers, agreed by all ranks, however often the store was used before.
+
+        Every rank posts a request under a name that nobody used before, so no answer can be an old one.
+        The restart count of torchrun won't do: it is counted by each machine for itself.
+        """
+        store, me = self.launcher_store, uuid.uuid4().hex
+        rank, world_size = self.environment.rank, self.environment.world_size
+        assert store is not None
+        if rank > 0:
+            store.queue_push("ddpx/round", f"request {rank} {me}")
+            try:
+                agreed = store.get(f"ddpx/round/{me}").decode()
+            except dist.DistError as error:
+                raise self._late([0]) from error
+            store.queue_push("ddpx/round", f"agreed {rank} {agreed}")
+            return agreed
+        met: set[int] = set()
+        while len(met) < world_size - 1:
+            try:
+                kind, who, name = store.queue_pop("ddpx/round").decode().split()
+            except dist.DistError as error:
+                raise self._late(sorted(set(range(1, world_size)) - met)) from error
+            if kind == "request":
+                store.set(f"ddpx/round/{name}", me)
+            elif name == me:
+                met.add(int(who))
+        return me
+
+    def _late(self, who: Iterable[int]) -> RuntimeError:
+        me, world_size = self.environment.rank, self.environment.world_size
+        return RuntimeError(
+            f"rank {me} waited {self.timeout.seconds} s for rank {', '.join(map(str, who))} of {world_size}: "
+            "start all of them, or raise mode.init_timeout_seconds"
+        )
+
+    # ---- agreeing
+
+    def once(self, key: str, make: Callable[[], str]) -> str:
+        """A value that rank 0 makes at the first start; it stays over restarts of the workers."""
+        if self.launcher_store is None:
+            return make()
+        if self.environment.rank == 0 and not self.launcher_store.check([f"ddpx/{key}"]):
+            self.launcher_store.set(f"ddpx/{key}", make())
+        return self.launcher_store.get(f"ddpx/{key}").decode()
+
+    def _wait(self, key: str, who: int) -> Any:
+        """What rank `who` says under a key of this round; ends early if a rank has failed."""
+        assert self.store is not None
+        end, pause = time.monotonic() + self.timeout.total_seconds(), 0.001
+        while not self.store.check([key]):
+            if self.look() is not None:
+                self.raise_cause()
+            if time.monotonic() > end:
+                raise self._late([who])
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        return json.loads(self.store.get(key))
+
+    def all_say(self, key: str, value: object) -> list[Any]:
+        """Every rank's value, by rank; plain values. Collective: all ranks must call.
+
+        Raises:
+            PeerFailed, Refused, NoUsableCheckpoint, Stopped: a rank has failed meanwhile.
+            RuntimeError: a rank has not come in time.
+        """
+        if self.store is None:
+            return [value]
+        self.store.set(f"{key}/{self.environment.rank}", json.dumps(value))
+        return [self._wait(f"{key}/{rank}", rank) for rank in range(self.environment.world_size)]
+
+    def rank0_decides(self, key: str, decide: Callable[[], T]) -> T:
+        """Rank 0's decision, as JSON, for all ranks; its refusal is raised on all of them.
+
+        Raises:
+            Refused, NoUsableCheckpoint: rank 0 raised it.
+        """
+        if self.store is None:
+            return decide()
+        if self.environment.rank == 0:
+            try:
+                answer: dict[str, Any] = {"value": decide()}
+            except Refused as refusal:
+                answer = {"refused": refusal.faults}
+            except NoUsableCheckpoint as error:
+                answer = {"unusable": str(error)}
+            self.store.set(key, json.dumps(answer))
+        answer = self._wait(key, 0)
+        if "refused" in answer:
+            raise Refused(*answer["refused"])
+        if "unusable" in answer:
+            raise NoUsableCheckpoint(answer["unusable"])
+        value: T = answer["value"]
+        return value
+
+    # ---- failing
+
+    def blame(self, error: BaseException, where: str = "") -> None:
+        """Tell the others that this rank fails. The first to say so is the cause of what the others see.
+
+        Call it before the group is closed: the others see that as an error of their own.
+        """
+        if self.store is None or self._spoken:
+            return
+        self._spoken = True
+        told = _as_told(error) | {"rank": self.environment.rank, "host": socket.gethostname()}
+        with suppress(dist.DistError, RuntimeError):  # the launcher is gone, and its store
+            self.store.set(f"failing/{self.environment.rank}", "")
+            lost = any(sign in str(error).lower() for sign in LOST)
+            if lost or isinstance(error, PeerFailed):  # what another rank has done shows here
+                silent = self._silent()
+                if lost and silent:
+                    who = f"rank {', '.join(map(str, silent))} did not come or is gone"
+                    told["text"] = f"{who}; rank {self.environment.rank} waited{where}: {told['text']}"
+                    told["silent"] = silent
+            self.cause = json.loads(self.store.compare_set("cause", "", json.dumps(told)))
+            if self.guilty():
+                self.leave_word("cause", self.cause)
+
+    def _silent(self) -> list[int]:
+        """The ranks that say nothing of a failure, though a collective has failed that they take part in."""
+        assert self.store is not None
+        keys = [f"failing/{r}" for r in range(self.environment.world_size)]
+        end = time.monotonic() + LATE_SECONDS
+        while time.monotonic() < end and not self.store.check(keys) and not self.store.check(["cause"]):
+            time.sleep(0.05)
+        return [r for r, key in enumerate(keys) if not self.store.check([key])]
+
+    def look(self) -> dict[str, Any] | None:
+        """Why a rank has failed in this round, as the first one told; None if none has."""
+        if self.store is not None and self.cause is None and self.store.check(["cause"]):
+            self.cause = json.loads(self.store.get("cause"))
+        return self.cause
+
+    def guilty(self) -> bool:
+        """Tell whether this rank was the first to fail."""
+        return self.cause is not None and self.cause["rank"] == self.environment.rank
+
+    def raise_cause(self, error: BaseException | None = None) -> NoReturn:
+        """Raise what ended another rank, in place of what this rank has seen of it."""
+        assert self.cause is not None
+        cause = self.cause
+        who = f"rank {cause['rank']} on {cause['host']}"
+        if cause["kind"] == "refused":
+            raise Refused(*(f"{who}: {fault}" for fault in cause["faults"])) from error
+        if cause["kind"] == "unusable":
+            raise NoUsableCheckpoint(f"{who}: {cause['text']}") from error
+        if cause["kind"] == "stopped":
+            raise Stopped(Exit(cause["code"])) from error
+        raise PeerFailed(f"{who} failed: {cause['text']}") from error
+
+    def settle(self, error: BaseException) -> None:
+        """Blame this rank for an error, or raise the other rank's that made it. For an except clause."""
+        self.blame(error, f" in {_place_of(error)}")
+        own = (*OWN_ERRORS, PeerFailed, SystemExit, KeyboardInterrupt)
+        if self.cause is None or isinstance(error, own):
+            return
+        if not self.guilty():
+            self.raise_cause(error)
+        if "silent" in self.cause:
+            raise PeerFailed(self.cause["text"]) from error
+
+    def verdict(self, error: BaseException | None) -> dict[str, Any] | None:
+        """Why a job of a sweep failed, if it did: the same on all ranks, when all have left the job.
+
+        Collective: all ranks must call.
+        """
+        if self.store is None:
+            return None if error is None else _as_told(error) | {"rank": 0, "host": socket.gethostname()}
+        if error is not None:
+            self.blame(error)
+        keys = [f"left/{r}" for r in range(self.environment.world_size)]
+        self.store.set(keys[self.environment.rank], "")
+        while not self.store.check(keys):  # a rank that never comes is ended by its lookout or the launcher
+            time.sleep(0.01)
+        return self.look()
+
+    # ---- leaving
+
+    def leave_word(self, key: str, value: object) -> None:
+        """Let rank 0, or the rank that failed first, say something to whoever has started the ranks."""
+        if self.launcher_store is not None and (self.environment.rank == 0 or self.guilty()):
+            self.launcher_store.set(f"ddpx/{key}", json.dumps(value))
+
+    def close(self) -> None:
+        """The round is over for this rank."""
+        if self._lookout is not None:
+            self._lookout.close()
+
+
+class _Lookout:
+    """A thread that sees that another rank has failed, even while this rank waits or computes for long."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.meeting, self.ended = meeting, threading.Event()
+        # a connection of its own: the main thread's may be waiting in a call
+        self.store = PrefixStore(f"ddpx/{meeting.round}", meeting._client())
+        threading.Thread(target=self._look, name="lookout", daemon=True).start()
+
+    def _look(self) -> None:
+        with suppress(dist.DistError, RuntimeError):  # the launcher is gone; it takes the workers along
+            while not self.ended.wait(LOOK_SECONDS):
+                if self.store.check(["cause"]):
+                    break
+        if self.ended.is_set():
+            return
+        if self.meeting.abort is not None:
+            self.meeting.abort()
+        if self.ended.wait(LEAVE_SECONDS):
+            return
+        with suppress(dist.DistError, RuntimeError):
+            cause = json.loads(self.store.get("cause"))
+            me = self.meeting.environment.rank
+            text = f"[rank {me}] rank {cause['rank']} failed, and this rank did not end within"
+            frames = "".join(traceback.format_stack(_main_frame())[-6:])
+            message = f"{text} {LEAVE_SECONDS:.0f} s; it was here:\n{frames}"
+            os.write(2, message.encode())
+            os._exit(Exit.FAILED)
+
+    def close(self) -> None:
+        self.ended.set()
+
+
+def _main_frame() -> Any:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _as_told(error: BaseException) -> dict[str, Any]:
+    """An error as plain values."""
+    name, text = type(error).__name__, str(error).strip().partition("\n")[0]
+    told = {"type": name, "text": f"{name}: {text}" if text else name, "kind": "failed"}
+    told["traceback"] = "".join(traceback.format_exception(error))
+    if isinstance(error, Refused):
+        return told | {"kind": "refused", "faults": list(error.faults)}
+    if isinstance(error, NoUsableCheckpoint):
+        return told | {"kind": "unusable", "text": text}
+    if isinstance(error, Stopped):
+        return told | {"kind": "stopped", "code": int(error.code)}
+    if isinstance(error, KeyboardInterrupt):
+        return told | {"kind": "stopped", "code": int(Exit.INTERRUPTED)}
+    return told
+
+
+def _place_of(error: BaseException) -> str:
+    """The innermost of our functions that an error came through."""
+    names = [f.name for f in traceback.extract_tb(error.__traceback__) if PACKAGE in f.filename]
+    return names[-1] if names else "a callback"

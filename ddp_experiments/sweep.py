@@ -1,0 +1,358 @@
+"""A sweep: its folder, its jobs, what has become of each, and the table. No torch.
+
+The folder tells everything, so that a sweep can be started again: `jobs.json` is the plan, and every job's
+folder has a `job.json`. A job is known by what it trains, never by its number.
+"""
+
+import csv
+import hashlib
+import io
+import itertools
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
+from hydra.types import RunMode
+
+from ddp_experiments.config import HORIZON, Config, resume_rule
+from ddp_experiments.environment import Environment, launch_token
+from ddp_experiments.errors import Exit, Refused
+from ddp_experiments.identity import flat, new_folder, shown, write_json
+from ddp_experiments.lock import Lock
+
+NAME_BYTES = 120
+COLUMNS = ("job", "overrides", "status", "metric", "value", "seconds", "folder", "error")
+DONE = "done"
+BASIC = ("BasicSweeper", "BasicLauncher")  # Hydra's defaults: every combination, one after the other
+
+
+# ---- what varies
+
+
+def combinations(overrides: Sequence[Override]) -> Iterator[list[str]]:
+    """The overrides of each job: every combination of the swept values, the last one varying fastest."""
+    choices = []
+    for o in overrides:
+        key = o.get_key_element()
+        values = o.sweep_string_iterator() if o.is_sweep_override() else [o.get_value_element_as_str()]
+        choices.append([f"{key}={v}" for v in values])
+    yield from (list(job) for job in itertools.product(*choices))
+
+
+def quoted(text: str) -> str:
+    """A text as a value on Hydra's command line."""
+    return "'" + text.replace("\\", "\\\\").replace("'", r"\'") + "'"
+
+
+def split(override: str) -> tuple[str, str]:
+    """(key, value) of one `key=value`, without the plus signs."""
+    key, _, value = override.lstrip("+").partition("=")
+    return key, value
+
+
+def key_of(settings: Mapping[str, Any], swept: Sequence[str], horizon: bool) -> str:
+    """What a job trains, as a short name: a hash of the settings that aren't free, and of what varies.
+
+    Args:
+        settings: resolved.
+        swept: the overrides of this job that vary in the sweep.
+        horizon: the learning rate follows from the length of the run.
+    """
+    varied = dict(map(split, swept))
+    values = dict(flat(settings))
+    parts = {k: v for k, v in values.items() if resume_rule(k, horizon) != "free" or _under(k, varied)}
+    known = {k for k in varied if any(_under(v, [k]) for v in values)}
+    parts |= {f"{k}=": v for k, v in varied.items() if k not in known}  # a preset, say
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _under(key: str, sections: Any) -> bool:
+    return any(key == s or key.startswith(f"{s}.") for s in sections)
+
+
+def job_name(number: int, width: int, swept: Sequence[str]) -> str:
+    """`00_lr=0.001,model=cnn`: the job's number, then what varies, in the shortest unique form."""
+    varied = dict(map(split, swept))
+    last = [key.rpartition(".")[2] for key in varied]
+    parts = []
+    for (key, value), short in zip(varied.items(), last, strict=True):
+        text = value.strip("[]{}'\"")
+        with suppress(ValueError):
+            text = text if text.lstrip("+-").isdigit() else f"{float(text):g}"
+        parts.append(f"{short if last.count(short) == 1 else key}={text}")
+    name = f"{number:0{width}d}_" + ",".join(parts)
+    return re.sub(r"[^A-Za-z0-9_.=,+-]+", "-", name)[:NAME_BYTES].rstrip("-_,.")
+
+
+# ---- the plan
+
+
+@dataclass
+class Plan:
+    """The jobs of a sweep by what they train, each with the name of its folder."""
+
+    command: str = ""
+    given: list[str] = field(default_factory=list)  # keys of the overrides that all jobs share
+    jobs: dict[str, str] = field(default_factory=dict)
+
+    def add(self, key: str, swept: Sequence[str], width: int) -> None:
+        self.jobs[key] = job_name(len(self.jobs), width, swept)
+
+    def continue_from(self, before: Mapping[str, str]) -> None:
+        """Jobs keep the folders that they had when the sweep was started before; new ones get new numbers."""
+        names = dict(before)
+        for key, name in self.jobs.items():
+            if key not in names:
+                number, _, rest = name.partition("_")
+                names[key] = f"{len(names):0{len(number)}d}_{rest}"
+        self.jobs = names
+
+
+class Folder:
+    """The folder of a sweep that this process runs, or helps to run."""
+
+    def __init__(self, path: Path, lock: Lock | None, *, speaks: bool) -> None:
+        self.path, self.lock, self.speaks = path, lock, speaks
+
+    def close(self) -> int:
+        """Print and write the table; the exit code by what has become of the jobs, 0 if all are done."""
+        found = rows(self.path)
+        if self.speaks:
+            write_table(self.path, found)
+            print(table(self.path, found), file=sys.stderr, flush=True)
+        if self.lock is not None:
+            self.lock.release()
+        return Exit.FAILED if any(row["status"] == "failed" for row in found) else Exit.DONE
+
+
+def read_plan(folder: Path) -> Plan:
+    return Plan(**json.loads((folder / "jobs.json").read_text()))
+
+
+def choose_folder(name: str, run_id: str | None) -> Path:
+    """A new folder, or the one that run_id names: a sweep that is started again.
+
+    Raises:
+        Refused: the folder is something else, or can't be made.
+    """
+    parent = Path("outputs") / name
+    if run_id is None:
+        return new_folder(parent)
+    folder = parent / run_id
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        others = [p.name for p in folder.iterdir() if p.name != "lock"]
+    except OSError as error:
+        raise Refused(
+            f"can't write to {folder}: {error.strerror}; start where outputs/ can be written"
+        ) from None
+    if others and "jobs.json" not in others:
+        raise Refused(f"{folder} exists and is no sweep (no jobs.json); give another run_id=NAME")
+    return folder
+
+
+def together(config: Config, plan: Plan, environment: Environment) -> Folder:
+    """The sweep's folder, the same on all ranks, with its plan written down, locked against a second start.
+
+    Collective under a launcher: all ranks must call.
+
+    Raises:
+        Refused: the folder is something else, can't be made, or is in use.
+    """
+    locks: list[Lock] = []
+
+    def decide() -> str:
+        path = choose_folder(config.name, config.run_id)
+        lock = Lock(path, launch_token())
+        lock.acquire()
+        locks.append(lock)
+        before = read_plan(path).jobs if (path / "jobs.json").exists() else {}
+        plan.continue_from(before)
+        write_json(path / "jobs.json", asdict(plan))
+        return str(path)
+
+    if config.mode.node_rank:  # the machine with node_rank 0 decides; all have the same name for it
+        return Folder(_other_machines(config), None, speaks=False)
+    if not environment.launched:
+        return Folder(Path(decide()), locks[0], speaks=True)
+    from ddp_experiments.meeting import Meeting
+
+    meeting = Meeting(environment, config.mode)
+    try:
+        path = Path(meeting.rank0_decides("sweep", decide))
+    finally:
+        meeting.close()
+    return Folder(path, locks[0] if locks else None, speaks=bool(locks))
+
+
+def _other_machines(config: Config) -> Path:
+    """The folder that the machine with node_rank 0 makes."""
+    path = Path("outputs") / config.name / str(config.run_id)
+    end = time.monotonic() + config.mode.init_timeout_seconds
+    while not (path / "jobs.json").exists():
+        if time.monotonic() > end:
+            seconds = config.mode.init_timeout_seconds
+            raise Refused(
+                f"{path} is not there after {seconds} s: start the same command with mode.node_rank=0, where "
+                "outputs/ is a folder that all machines share"
+            )
+        time.sleep(0.2)
+    return path
+
+
+# ---- one job
+
+
+@dataclass
+class Job:
+    """One job of a sweep, as this process sees it."""
+
+    number: int
+    folder: Path
+    overrides: list[str]  # what varies
+    length: list[Any]
+    metric: str
+    better: str
+    writes: bool
+    started: float = field(default_factory=time.time)
+
+    def begin(self) -> dict[str, Any]:
+        """{folder, done, value}: claim the job's folder, or find the job done already."""
+        before = read_job(self.folder)
+        value = before.get("value")
+        if before.get("status") == DONE and before["length"] == self.length:
+            return {"folder": str(self.folder), "done": True, "value": value}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.note("running")
+        return {"folder": str(self.folder), "done": False, "value": None}
+
+    def note(self, status: str, *, value: float | None = None, error: str = "") -> None:
+        """Write down what has become of the job: running, done, failed or interrupted."""
+        if not self.writes:
+            return
+        body = {
+            "job": self.number,
+            "overrides": self.overrides,
+            "status": status,
+            "metric": self.metric,
+            "better": self.better,
+            "value": value,
+            "seconds": round(time.time() - self.started, 2),
+            "error": error,
+            "length": self.length,
+        }
+        write_json(self.folder / "job.json", body)
+
+    def log(self, text: str) -> None:
+        """Add to the job's own log what its ranks may not have been able to write."""
+        log = self.folder / "train.log"
+        if self.writes and not (log.exists() and text.strip() in log.read_text()):
+            with log.open("a") as file:
+                file.write(text.rstrip() + "\n")
+
+
+def read_job(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / "job.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def job_of(
+    folder: Path,
+    number: int,
+    overrides: Sequence[str],
+    config: Config,
+    settings: Mapping[str, Any],
+    *,
+    horizon: bool,
+    writes: bool,
+) -> Job:
+    """A job with its place in the folder: the planned one, or a new one where values are drawn on the way."""
+    plan = read_plan(folder)
+    swept = [o for o in overrides if split(o)[0] not in plan.given]
+    name = plan.jobs.get(key_of(settings, swept, horizon)) or job_name(number, 3, swept)
+    values = dict(flat(settings))
+    return Job(
+        number=int(name.partition("_")[0]),
+        folder=folder / name,
+        overrides=swept,
+        length=[values.get(k) for k in HORIZON],
+        metric=config.checkpoint.metric,
+        better=config.checkpoint.metric_mode.value,
+        writes=writes,
+    )
+
+
+def hydras_job() -> tuple[Path, int] | None:
+    """(sweep's folder, number) where a sweeper of Hydra's has called us for a job."""
+    hydra = HydraConfig.get()
+    return (Path(hydra.sweep.dir), int(hydra.job.num)) if hydra.mode is RunMode.MULTIRUN else None
+
+
+# ---- the table
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """What has become of every job that was planned or run, by number."""
+    names = {*read_plan(folder).jobs.values(), *(p.parent.name for p in folder.glob("*/job.json"))}
+    found = []
+    for name in names:
+        job = read_job(folder / name) or {"job": int(name.partition("_")[0]), "status": "not run"}
+        found.append({**dict.fromkeys(COLUMNS, ""), **job, "folder": shown((folder / name).resolve())})
+    return sorted(found, key=lambda row: (row["job"], row["folder"]))
+
+
+def best_of(found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The row with the best value, if jobs have one of the same metric."""
+    done = [r for r in found if r["status"] == DONE and isinstance(r["value"], float | int)]
+    done = [r for r in done if math.isfinite(r["value"])]
+    if not done or len({(r["metric"], r["better"]) for r in done}) > 1:
+        return None
+    return (min if done[0]["better"] == "min" else max)(done, key=lambda row: row["value"])
+
+
+def write_table(folder: Path, found: Sequence[Mapping[str, Any]]) -> None:
+    """Write sweep.csv, whole or not at all."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({**row, "overrides": " ".join(row["overrides"])} for row in found)
+    temporary = folder / ".sweep.csv.tmp"
+    temporary.write_text(text.getvalue())
+    temporary.replace(folder / "sweep.csv")
+
+
+def table(folder: Path, found: Sequence[Mapping[str, Any]]) -> str:
+    """The closing table, and the best job."""
+    lines = [("job", "overrides", "status", "metric", "seconds", "folder or error")]
+    for row in found:
+        value, seconds = row["value"], row["seconds"]
+        lines.append(
+            (
+                str(row["job"]),
+                " ".join(row["overrides"]),
+                row["status"],
+                f"{row['metric']} {value:.4g}" if isinstance(value, float | int) else "",
+                f"{seconds:.1f}" if isinstance(seconds, float | int) else "",
+                row["error"] or row["folder"],
+            )
+        )
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    text = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+    best = best_of(found)
+    if best is not None:
+        text.append(f"best {best['metric']} {best['value']:.4g}: {best['folder']}")
+    text.append(f"sweep {shown(folder.resolve())}, table in sweep.csv")
+    return "\n".join(text)

@@ -1,0 +1,193 @@
+"""Starting this machine's ranks by torch elastic, as commands; waiting for them; what became of them."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from ddp_experiments.config import Config
+from ddp_experiments.environment import Environment
+from ddp_experiments.errors import Exit, Stopped, WorkersFailed
+from ddp_experiments.identity import Origin
+from ddp_experiments.rendezvous import BACKEND, Machines, offer
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+EXIT_CODES = {"refused": Exit.REFUSED, "unusable": Exit.NO_CHECKPOINT}
+
+
+def start(config: Config, origin: Origin, planned: Environment) -> float | None:
+    """Run the experiment on workers of this machine's own, and be there until the last has ended.
+
+    Args:
+        planned: the ranks to be.
+
+    Returns:
+        Rank 0's value.
+
+    Raises:
+        WorkersFailed: they failed.
+        Stopped: a signal ended them; they have saved.
+        Refused: the machines can't meet.
+    """
+    mode, folder = config.mode, tempfile.mkdtemp(prefix="ddp_experiments-")
+    machines = Machines(
+        name=Path(origin.folder or "run").name,
+        node_rank=planned.node_rank,
+        nnodes=planned.nnodes,
+        endpoint=mode.rdzv_endpoint or "",
+        timeout=mode.init_timeout_seconds,
+    )
+    launch = LaunchConfig(
+        min_nodes=planned.nnodes,
+        max_nodes=planned.nnodes,
+        nproc_per_node=planned.local_world_size,
+        run_id=uuid.uuid4().hex[:8],
+        rdzv_backend=BACKEND,
+        max_restarts=mode.max_restarts,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=f"{folder}/errors"),
+        signals_to_handle="SIGQUIT",  # the others are ours
+        shutdown_timeout=mode.timeout_seconds,
+    )
+    file = Path(folder, "start.json")
+    file.write_text(json.dumps(asdict(origin)))
+    offer(machines)
+    try:
+        with _forwarded_signals(folder), _workers_variables(planned), _without_agents_words():
+            command = ("-P", "-u", "-m", "ddp_experiments.worker", str(file), str(os.getpid()))
+            elastic_launch(launch, sys.executable)(*command)
+        return _value(machines)
+    except SignalException as stop:
+        raise Stopped(_exit_code(stop.sigval)) from None
+    except ChildFailedError as error:
+        raise _why(error.failures, machines) from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _value(machines: Machines) -> float | None:
+    """What rank 0 says in the end."""
+    said = _word(machines, "end")
+    if said is None and machines.node_rank == 0:
+        raise WorkersFailed("rank 0 ended early and without a word", Exit.FAILED, told=False)
+    if said is not None and "stopped" in said:  # the workers got a signal, this process didn't
+        raise Stopped(Exit(said["stopped"]))
+    return None if said is None else said["value"]
+
+
+def _word(machines: Machines, key: str) -> Any:
+    """What the ranks have left in the store for whoever has started them."""
+    try:
+        if machines.store is not None and machines.store.check([f"ddpx/{key}"]):
+            return json.loads(machines.store.get(f"ddpx/{key}"))
+    except RuntimeError:  # of another machine, and gone
+        pass
+    return None
+
+
+def _why(failures: dict[int, ProcessFailure], machines: Machines) -> WorkersFailed:
+    """What ended the workers: the first rank that told, or one that was killed and couldn't."""
+    cause, folder, here = _word(machines, "cause"), _word(machines, "folder"), socket.gethostname()
+    killed = {r: f for r, f in failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM}
+    if cause is not None:
+        killed = {r: f for r, f in killed.items() if r in cause.get("silent", ())}
+    if killed:
+        rank, failure = _first(killed)
+        often = ", often for want of memory" if failure.exitcode == -signal.SIGKILL else ""
+        text = f"rank {rank} on {here} was ended by {signal.Signals(-failure.exitcode).name}{often}"
+        return WorkersFailed(text, Exit.FAILED, told=False, folder=folder)
+    if cause is not None:
+        text = f"rank {cause['rank']} on {cause['host']}: {cause['text']}"
+        code = EXIT_CODES.get(cause["kind"], Exit.FAILED)
+        return WorkersFailed(text, code, told=True, traceback=cause["traceback"], folder=folder)
+    rank, failure = _first(failures)
+    text = f"rank {rank} on {here} ended with exit code {failure.exitcode}"
+    if failure.exitcode in EXIT_CODES.values():
+        return WorkersFailed(text, Exit(failure.exitcode), told=True, folder=folder)
+    return WorkersFailed(text, Exit.FAILED, told=False, folder=folder)
+
+
+def _first(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    return min(failures.items(), key=lambda item: item[1].timestamp)
+
+
+def _exit_code(number: signal.Signals) -> Exit:
+    return Exit.INTERRUPTED if number == signal.SIGINT else Exit.PREEMPTED
+
+
+@contextmanager
+def _forwarded_signals(folder: str) -> Iterator[None]:
+    """The first signal goes to the workers, which save and leave; the second one ends them and us at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    seen: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if seen:  # the workers die with this process
+            shutil.rmtree(folder, ignore_errors=True)
+            os._exit(_exit_code(signal.Signals(seen[0])))
+        seen.append(number)
+        sent = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
+        raise SignalException(f"got {sent.name}", sigval=sent)
+
+    before = {number: signal.getsignal(number) for number in (*FORWARDED, signal.SIGQUIT)}
+    for number in FORWARDED:
+        signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _workers_variables(planned: Environment) -> Iterator[None]:
+    """What the workers inherit: the modules that are found here, and loopback where one machine is enough."""
+    variables = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if planned.nnodes == 1 and loopback:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            if name not in os.environ:
+                variables[name] = loopback[0]
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+@contextmanager
+def _without_agents_words() -> Iterator[None]:
+    """Keep torch elastic's own log lines off the console: what matters is said once, by us."""
+    loggers = [logging.getLogger(f"torch.distributed.{part}") for part in ("elastic", "launcher")]
+    silent = logging.NullHandler()
+    for logger in loggers:
+        logger.addHandler(silent)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(silent)
+            logger.propagate = True
