@@ -1,9 +1,10 @@
 """The composition root: build, agree, join, resume, train, test, close. It reads like a table of contents."""
 
+import logging
 from contextlib import closing
 from pathlib import Path
 
-from ddp_experiments import identity, targets
+from ddp_experiments import agreement, identity, targets
 from ddp_experiments.build import Ingredients, build, first_microbatch, make_parts, steps_left
 from ddp_experiments.checkpoint.export import checkpoint_of, weights_in
 from ddp_experiments.checkpoint.names import load, model_tensors
@@ -19,6 +20,8 @@ from ddp_experiments.resume import find_checkpoint, read_state, restore
 from ddp_experiments.tracking import log_lines, profiling, was_tested
 from ddp_experiments.world import join, set_threads
 
+logger = logging.getLogger("ddp_experiments")
+
 
 def run(
     config: Config, origin: Origin, environment: Environment, meeting: Meeting, request: StopRequest
@@ -30,12 +33,15 @@ def run(
     """
     set_threads(config.mode, environment)
     what = build(config, environment)  # what is refused here leaves no folder and no group
+    odd = agreement.compare(config, origin, what, meeting)
     horizon = targets.takes(config.scheduler, "scheduler", "total_steps")
     with (
         identity.claim(config, origin, meeting, rank=environment.rank, horizon=horizon) as claimed,
         log_lines(claimed, environment.rank),
         reported(claimed, environment.rank) as progress,
     ):
+        for line in odd:
+            logger.warning(line)
         meeting.leave_word("folder", str(claimed.folder))
         checkpoint = find_checkpoint(claimed.folder, meeting)
         progress.state = read_state(checkpoint, len(what.splits.train))  # type: ignore[arg-type]

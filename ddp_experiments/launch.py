@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from ddp_experiments import identity, sweep
 from ddp_experiments.config import OPEN_GROUPS, Config, Mode, ModeName
 from ddp_experiments.environment import Environment, first_on_machine, read
-from ddp_experiments.errors import Exit, Stopped, WorkersFailed
+from ddp_experiments.errors import Exit, Refused, Stopped, WorkersFailed
 from ddp_experiments.identity import Origin
 from ddp_experiments.targets import takes
 
@@ -179,12 +179,14 @@ def run(config: Config, settings: Mapping[str, Any]) -> float | None:
     origin = Origin(settings, overrides(), shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]))
     if (job := sweep.hydras_job()) is not None:
         return run_job(*job, config, origin)
-    if environment.launched or config.mode.name is ModeName.single:
-        from ddp_experiments import rank
-
-        return rank.be_rank(config, origin)
     try:
+        if environment.launched or config.mode.name is ModeName.single:
+            from ddp_experiments import rank
+
+            return rank.be_rank(config, origin)
         return start_workers(config, origin, environment)
+    except Refused as refusal:
+        refuse(refusal.faults)
     except WorkersFailed as error:
         if not error.told:
             print(identity.last_word(error.folder, str(error)), file=sys.stderr, flush=True)
@@ -293,4 +295,6 @@ def _finish(
     if environment.rank == 0:
         said = identity.last_word(origin.folder, cause["text"])
         print(f"job {job.number} failed: {said}", file=sys.stderr, flush=True)
+    if "stays" in cause:
+        sys.exit(Exit.FAILED)  # ranks that aren't all there can't go on to the next job
     raise JobFailed(f"job {job.number} failed: {cause['text']}")

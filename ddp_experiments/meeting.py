@@ -5,7 +5,9 @@ job of a sweep, can't be read by a later one.
 """
 
 import json
+import math
 import os
+import re
 import socket
 import sys
 import threading
@@ -127,8 +129,10 @@ class Meeting:
             pause = min(2 * pause, 0.1)
         return json.loads(self.store.get(key))
 
-    def all_say(self, key: str, value: object) -> list[Any]:
-        """Every rank's value, by rank; plain values. Collective: all ranks must call.
+    def gather(self, key: str, value: T) -> list[T]:
+        """Every rank's value, by rank, as plain values: on rank 0; elsewhere nothing.
+
+        Collective: all ranks must call.
 
         Raises:
             PeerFailed, Refused, NoUsableCheckpoint, Stopped: a rank has failed meanwhile.
@@ -136,8 +140,9 @@ class Meeting:
         """
         if self.store is None:
             return [value]
-        self.store.set(f"{key}/{self.environment.rank}", json.dumps(value))
-        return [self._wait(f"{key}/{rank}", rank) for rank in range(self.environment.world_size)]
+        rank, world_size = self.environment.rank, self.environment.world_size
+        self.store.set(f"{key}/{rank}", json.dumps(value))
+        return [self._wait(f"{key}/{r}", r) for r in range(world_size)] if rank == 0 else []
 
     def rank0_decides(self, key: str, decide: Callable[[], T]) -> T:
         """Rank 0's decision, as JSON, for all ranks; its refusal is raised on all of them.
@@ -177,11 +182,12 @@ class Meeting:
         with suppress(dist.DistError, RuntimeError):  # the launcher is gone, and its store
             self.store.set(f"failing/{self.environment.rank}", "")
             lost = any(sign in str(error).lower() for sign in LOST)
-            if lost or isinstance(error, PeerFailed):  # what another rank has done shows here
+            if lost or isinstance(error, PeerFailed):  # what another rank has done, or not done
                 silent = self._silent()
                 if lost and silent:
                     who = f"rank {', '.join(map(str, silent))} did not come or is gone"
-                    told["text"] = f"{who}; rank {self.environment.rank} waited{where}: {told['text']}"
+                    text = re.sub(r"\[[^\]]*\] ", "", told["text"])  # a place in somebody's C++ sources
+                    told["text"] = f"{who}; rank {self.environment.rank} waited{where}: {text}"
                     told["silent"] = silent
             self.cause = json.loads(self.store.compare_set("cause", "", json.dumps(told)))
             if self.guilty():
@@ -221,6 +227,10 @@ class Meeting:
 
     def settle(self, error: BaseException) -> None:
         """Blame this rank for an error, or raise the other rank's that made it. For an except clause."""
+        if isinstance(error, SystemExit) and not isinstance(error, Stopped):
+            ended = RuntimeError(f"something called sys.exit({error.code!r}) in the run")
+            self.blame(ended)
+            raise ended from error
         self.blame(error, f" in {_place_of(error)}")
         own = (*OWN_ERRORS, PeerFailed, SystemExit, KeyboardInterrupt)
         if self.cause is None or isinstance(error, own):
@@ -233,15 +243,23 @@ class Meeting:
     def verdict(self, error: BaseException | None) -> dict[str, Any] | None:
         """Why a job of a sweep failed, if it did: the same on all ranks, when all have left the job.
 
-        Collective: all ranks must call.
+        Collective: all ranks must call. A rank that doesn't leave, long after another has failed, ends the
+        sweep: `stays` in the answer names it.
         """
         if self.store is None:
             return None if error is None else _as_told(error) | {"rank": 0, "host": socket.gethostname()}
         if error is not None:
             self.blame(error)
+        self.close()
         keys = [f"left/{r}" for r in range(self.environment.world_size)]
         self.store.set(keys[self.environment.rank], "")
-        while not self.store.check(keys):  # a rank that never comes is ended by its lookout or the launcher
+        end = math.inf
+        while not self.store.check(keys):
+            cause = self.look()
+            if cause is not None:  # the lookout ends late ranks
+                end = min(end, time.monotonic() + (3 * LATE_SECONDS if "silent" in cause else LEAVE_SECONDS))
+                if time.monotonic() > end:
+                    return cause | {"stays": [r for r, key in enumerate(keys) if not self.store.check([key])]}
             time.sleep(0.01)
         return self.look()
 
@@ -276,16 +294,14 @@ class _Lookout:
             return
         if self.meeting.abort is not None:
             self.meeting.abort()
-        if self.ended.wait(LEAVE_SECONDS):
-            return
         with suppress(dist.DistError, RuntimeError):
-            cause = json.loads(self.store.get("cause"))
-            me = self.meeting.environment.rank
-            text = f"[rank {me}] rank {cause['rank']} failed, and this rank did not end within"
-            frames = "".join(traceback.format_stack(_main_frame())[-6:])
-            message = f"{text} {LEAVE_SECONDS:.0f} s; it was here:\n{frames}"
-            os.write(2, message.encode())
-            os._exit(Exit.FAILED)
+            cause, me = json.loads(self.store.get("cause")), self.meeting.environment.rank
+            is_late = me in cause.get("silent", ())
+            if not self.ended.wait(LATE_SECONDS if is_late else LEAVE_SECONDS):
+                frames = "".join(traceback.format_stack(_main_frame())[-6:])
+                why = "did not come" if is_late else f"goes on though rank {cause['rank']} has failed"
+                os.write(2, f"[rank {me}] this rank {why}; it was here:\n{frames}".encode())
+                os._exit(Exit.FAILED)
 
     def close(self) -> None:
         self.ended.set()

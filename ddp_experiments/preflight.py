@@ -100,6 +100,7 @@ class Checked:
         )
         self.width = max(2, len(str(len(self.jobs) - 1)))
         self.known: dict[str, int] = {}  # job by what it trains
+        self.general: list[str] = []  # what is wrong with the sweep as such
         self.slips = functools.cache(lambda *words: list(check.slips(words)))
 
     def _varied(self, job: Sequence[str]) -> list[str]:
@@ -117,6 +118,8 @@ class Checked:
         for number, job in enumerate(self.jobs):
             for fault in dict.fromkeys(_found(functools.partial(self._job, number, job))):
                 where.setdefault(fault, []).append(number)
+            if self.general:
+                return self.general
         return [self._in_jobs(fault, numbers) for fault, numbers in where.items()]
 
     def _job(self, number: int, job: Sequence[str]) -> list[str]:
@@ -132,14 +135,14 @@ class Checked:
         config = schema.typed(cfg)
         if number == 0:
             self.config = config
-            found = list(launch.sweep_faults(config, environment.read(), self.swept, self.sweeper))
-        if not found and self.knows_all:
+            self.general += launch.sweep_faults(config, environment.read(), self.swept, self.sweeper)
+        if self.knows_all:
             key = sweep.key_of(saved_form(cfg), varied, launch.has_horizon(config))
             if key in self.known:
                 return [f"trains the same as job {self.known[key]}: leave one of them out"]
             self.known[key] = number
             self.plan.add(key, varied, self.width)
-        return found
+        return []
 
     def _in_jobs(self, fault: str, numbers: Sequence[int]) -> str:
         if len(numbers) == len(self.jobs):

@@ -63,11 +63,6 @@ def work(
     def attempt() -> float | None:
         try:
             return experiment.run(config, origin, environment, meeting, request)
-        except SystemExit as error:
-            meeting.blame(error)
-            if isinstance(error, Stopped):
-                raise
-            raise RuntimeError(f"something called sys.exit({error.code!r}) in the run") from error
         except BaseException as error:
             seen = error
             try:

@@ -14,7 +14,7 @@ import torch
 from ddp_experiments import identity
 from ddp_experiments.checkpoint import directories
 from ddp_experiments.config import Config
-from ddp_experiments.errors import Exit, NoUsableCheckpoint, Refused, Stopped
+from ddp_experiments.errors import Exit, NoUsableCheckpoint, PeerFailed, Refused, Stopped
 from ddp_experiments.health import Watch
 from ddp_experiments.loop import Parts, Point, State
 from ddp_experiments.resume import saved_form
@@ -119,7 +119,8 @@ class Progress:
         saved = [identity.shown(path) for _, path in directories.steps(self.run.folder / "checkpoints")]
         last = f"last checkpoint {saved[-1]}, go on with: {self.go_on()}" if saved else "no checkpoint yet"
         where = f"rank {self.rank}, {socket.gethostname()}, step {self.state.step}"
-        error.add_note(f"{type(error).__name__} on {where}: {str(error).partition(chr(10))[0]}; {last}")
+        name = "" if isinstance(error, PeerFailed) else f"{type(error).__name__} on "
+        error.add_note(f"{name}{where}: {str(error).partition(chr(10))[0]}; {last}")
 
 
 @contextmanager

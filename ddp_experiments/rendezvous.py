@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from ddp_experiments.errors import Refused
+from ddp_experiments.errors import Exit, Refused, WorkersFailed
 
 BACKEND = "ddp_experiments"
 LOOPBACK = "127.0.0.1"
@@ -31,7 +31,7 @@ class Machines(RendezvousHandler):
 
     Raises:
         Refused: the port is taken, or the endpoint is no address of the machine with node_rank 0.
-        RuntimeError: machines are missing after the timeout.
+        WorkersFailed: machines are missing after the timeout.
     """
 
     def __init__(self, name: str, node_rank: int, nnodes: int, endpoint: str, timeout: float) -> None:
@@ -59,12 +59,14 @@ class Machines(RendezvousHandler):
     def _present(self, node_rank: int, ahead: int = 0) -> str:
         return f"machine/{self.name}/{self.attempt + ahead}/{node_rank}"
 
-    def _missing(self, missing: list[int]) -> RuntimeError:
+    def _missing(self, missing: list[int], why: str = "") -> WorkersFailed:
         who = ", ".join(map(str, missing))
-        return RuntimeError(
+        return WorkersFailed(
             f"{self.nnodes - len(missing)} of {self.nnodes} nodes came to {self.endpoint} within "
             f"{self.timeout:.0f} s; missing: node_rank {who}. Start the same command there with "
-            f"mode.node_rank={missing[0]}, or raise mode.init_timeout_seconds"
+            f"mode.node_rank={missing[0]}, or raise mode.init_timeout_seconds{why}",
+            Exit.FAILED,
+            told=False,
         )
 
     def _host(self) -> Store:
@@ -117,7 +119,7 @@ class Machines(RendezvousHandler):
             except (OSError, dist.DistError) as error:
                 why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
                 time.sleep(0.2)
-        raise RuntimeError(f"{self._missing([0])} ({why})")
+        raise self._missing([0], f" ({why})")
 
     # ---- what torch elastic asks
 

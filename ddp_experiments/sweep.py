@@ -103,19 +103,25 @@ class Plan:
 
     command: str = ""
     given: list[str] = field(default_factory=list)  # keys of the overrides that all jobs share
-    jobs: dict[str, str] = field(default_factory=dict)
+    jobs: dict[str, "Planned"] = field(default_factory=dict)
 
     def add(self, key: str, swept: Sequence[str], width: int) -> None:
-        self.jobs[key] = job_name(len(self.jobs), width, swept)
+        self.jobs[key] = Planned(job_name(len(self.jobs), width, swept), list(swept))
 
-    def continue_from(self, before: Mapping[str, str]) -> None:
+    def continue_from(self, before: "Plan") -> None:
         """Jobs keep the folders that they had when the sweep was started before; new ones get new numbers."""
-        names = dict(before)
-        for key, name in self.jobs.items():
-            if key not in names:
-                number, _, rest = name.partition("_")
-                names[key] = f"{len(names):0{len(number)}d}_{rest}"
-        self.jobs = names
+        jobs = dict(before.jobs)
+        for key, job in self.jobs.items():
+            if key not in jobs:
+                number, _, rest = job.folder.partition("_")
+                jobs[key] = Planned(f"{len(jobs):0{len(number)}d}_{rest}", job.overrides)
+        self.jobs = jobs
+
+
+@dataclass(frozen=True)
+class Planned:
+    folder: str
+    overrides: list[str]  # what varies
 
 
 class Folder:
@@ -136,7 +142,9 @@ class Folder:
 
 
 def read_plan(folder: Path) -> Plan:
-    return Plan(**json.loads((folder / "jobs.json").read_text()))
+    plan = Plan(**json.loads((folder / "jobs.json").read_text()))
+    plan.jobs = {key: Planned(**job) for key, job in plan.jobs.items()}  # type: ignore[arg-type]
+    return plan
 
 
 def choose_folder(name: str, run_id: str | None) -> Path:
@@ -176,8 +184,8 @@ def together(config: Config, plan: Plan, environment: Environment) -> Folder:
         lock = Lock(path, launch_token())
         lock.acquire()
         locks.append(lock)
-        before = read_plan(path).jobs if (path / "jobs.json").exists() else {}
-        plan.continue_from(before)
+        if (path / "jobs.json").exists():
+            plan.continue_from(read_plan(path))
         write_json(path / "jobs.json", asdict(plan))
         return str(path)
 
@@ -282,7 +290,8 @@ def job_of(
     """A job with its place in the folder: the planned one, or a new one where values are drawn on the way."""
     plan = read_plan(folder)
     swept = [o for o in overrides if split(o)[0] not in plan.given]
-    name = plan.jobs.get(key_of(settings, swept, horizon)) or job_name(number, 3, swept)
+    planned = plan.jobs.get(key_of(settings, swept, horizon))
+    name = planned.folder if planned else job_name(number, 3, swept)
     values = dict(flat(settings))
     return Job(
         number=int(name.partition("_")[0]),
@@ -306,11 +315,12 @@ def hydras_job() -> tuple[Path, int] | None:
 
 def rows(folder: Path) -> list[dict[str, Any]]:
     """What has become of every job that was planned or run, by number."""
-    names = {*read_plan(folder).jobs.values(), *(p.parent.name for p in folder.glob("*/job.json"))}
+    planned = {job.folder: job.overrides for job in read_plan(folder).jobs.values()}
     found = []
-    for name in names:
-        job = read_job(folder / name) or {"job": int(name.partition("_")[0]), "status": "not run"}
-        found.append({**dict.fromkeys(COLUMNS, ""), **job, "folder": shown((folder / name).resolve())})
+    for name in {*planned, *(p.parent.name for p in folder.glob("*/job.json"))}:
+        row = dict.fromkeys(COLUMNS, "") | {"job": int(name.partition("_")[0]), "status": "not run"}
+        row |= {"overrides": planned.get(name, []), "folder": shown((folder / name).resolve())}
+        found.append(row | read_job(folder / name))
     return sorted(found, key=lambda row: (row["job"], row["folder"]))
 
 
@@ -354,5 +364,7 @@ def table(folder: Path, found: Sequence[Mapping[str, Any]]) -> str:
     best = best_of(found)
     if best is not None:
         text.append(f"best {best['metric']} {best['value']:.4g}: {best['folder']}")
+    if any(row["status"] != DONE for row in found):
+        text.append(f"to run what is not done: the same command with run_id={folder.name}")
     text.append(f"sweep {shown(folder.resolve())}, table in sweep.csv")
     return "\n".join(text)

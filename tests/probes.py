@@ -1,7 +1,8 @@
 """Parts for configs in tests: they record what happens and inject faults, told by the environment.
 
 TEST_RECORD=FOLDER   where records go, a file a rank
-TEST_FAULT=KIND@STEP[:RANK]   a signal's name, raise, warn or nan at an optimizer step, on one rank or all
+TEST_FAULT=KIND@STEP[:RANK]   a signal's name, raise, exit, sleepSECONDS, warn or nan at an optimizer step, on
+                              one rank or all
 TEST_FAULT_ONCE=FILE   only as long as the file is not there; it is made then
 """
 
@@ -117,6 +118,10 @@ class Faulty:
             logging.getLogger("ddp_experiments").warning("injected")
         if kind == "raise":
             raise RuntimeError("injected")
+        if kind == "exit":
+            raise SystemExit(7)
+        if kind and kind.startswith("sleep"):
+            time.sleep(float(kind[5:]))
         if kind and kind.startswith("SIG"):
             os.kill(os.getpid(), getattr(signal, kind))
 

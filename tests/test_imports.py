@@ -19,6 +19,7 @@ FLOORS = [  # a room imports only rooms of floors below its own
     {"rank", "sweep", "workers"},
     {"rendezvous"},
     {"experiment"},
+    {"agreement"},
     {"build", "recorder"},
     {"resume", "tracking"},
     {"loop"},

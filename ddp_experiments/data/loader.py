@@ -5,6 +5,8 @@ DataLoader.
 Shape suffixes: B = samples of a microbatch.
 """
 
+import functools
+import os
 import random
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 
 from ddp_experiments.data import order
 from ddp_experiments.data.sets import TensorData
+from ddp_experiments.process import die_with_parent
 
 CHUNK_BYTES = 1 << 20  # gathered at once: as many steps as fit, at least one
 DEVICE_SHARE = 4  # data in memory goes to an accelerator if it needs at most a quarter of the free memory
@@ -229,9 +232,11 @@ def _random_state() -> tuple[Any, ...]:
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), numbers
 
 
-def _leave_signals(worker: int) -> None:
-    """A Ctrl-C of the terminal reaches the loader's processes, too; they go when the rank goes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _stay(rank_process: int, worker: int) -> None:
+    """Signals reach the loader's processes, too, but it is the rank that ends them; they never outlive it."""
+    die_with_parent(rank_process)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def make_loader(
@@ -244,7 +249,7 @@ def make_loader(
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=device.type == "cuda",
-        worker_init_fn=_leave_signals,
+        worker_init_fn=functools.partial(_stay, os.getpid()),
         generator=torch.Generator().manual_seed(seed),  # else it draws from the global one
         collate_fn=said_by(dataset, "collate", default_collate),
     )
