@@ -86,7 +86,7 @@ def job_name(number: int, width: int, swept: Sequence[str]) -> str:
     last = [key.rpartition(".")[2] for key in varied]
     parts = []
     for (key, value), short in zip(varied.items(), last, strict=True):
-        text = value.strip("[]{}'\"")
+        text = re.sub(r",\s*", "-", value.strip("[]{}'\""))
         with suppress(ValueError):
             text = text if text.lstrip("+-").isdigit() else f"{float(text):g}"
         parts.append(f"{short if last.count(short) == 1 else key}={text}")

@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,42 @@ def start(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         )
 
     return run
+
+
+@pytest.fixture
+def background(tmp_path: Path) -> Callable[..., AbstractContextManager[subprocess.Popen[str]]]:
+    """`with background(...) as process`: train.py as a process of its own, killed at the end of the block."""
+
+    @contextmanager
+    def run(*words: str, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+        environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER} | (env or {})
+        environment["PYTHONPATH"] = str(ROOT)  # of tests.probes
+        with (tmp_path / ".console").open("w+") as console:
+            process = subprocess.Popen(
+                [sys.executable, str(ROOT / "train.py"), *words],
+                cwd=tmp_path,
+                env=environment,
+                stdout=console,
+                stderr=console,
+                text=True,
+            )
+            try:
+                yield process
+            finally:
+                process.kill()
+                process.wait()
+
+    return run
+
+
+@pytest.fixture
+def wait_for() -> Callable[..., None]:
+    """`wait_for(lambda: ...)`: until it is true, or the test fails."""
+
+    def wait(is_true: Callable[[], object], seconds: float = 60) -> None:
+        end = time.monotonic() + seconds
+        while not is_true():
+            assert time.monotonic() < end, "it did not happen"
+            time.sleep(0.05)
+
+    return wait

@@ -31,6 +31,24 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def sound(
+    samples: int = 256, features: int = 64, outputs: int = 10, noise: float = 0.1, data_seed: int = 0
+) -> Splits:
+    """Images' worth of random classes; a fault at step 0 comes while the data is made."""
+    kind = fault(0) or ""
+    if kind == "data":
+        raise RuntimeError("injected")
+    if kind.startswith("sleep"):
+        time.sleep(float(kind[5:]))
+    generator = torch.Generator().manual_seed(data_seed)
+
+    def part(n: int) -> TensorData:
+        inputs = torch.randn(n, features, generator=generator)
+        return TensorData(inputs, torch.randint(outputs, (n,), generator=generator))
+
+    return Splits(part(samples), part(64))
+
+
 def record(kind: str, line: str) -> None:
     folder = os.environ.get("TEST_RECORD")
     if folder:
@@ -151,6 +169,26 @@ class FaultyClassification(Classification):
         self.calls += 1
         loss = super().loss_sum(outputs, targets, weight_B)
         return loss * float("nan") if fault(self.calls) == "nan" else loss
+
+
+class FaultyBackward(torch.nn.Module):
+    """Raises in the backward pass of a training step."""
+
+    def __init__(self, in_features: int = 64, out_features: int = 10) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(in_features, out_features)
+        self.steps = -2  # the passes that settle DDP's buckets don't count
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(x.flatten(1))
+        if self.training and y.requires_grad:
+            y.register_hook(self._backward)
+        return y
+
+    def _backward(self, gradient: Tensor) -> None:
+        self.steps += 1
+        if fault(self.steps) == "raise":
+            raise RuntimeError("injected")
 
 
 class HalfIdle(torch.nn.Module):

@@ -1,0 +1,356 @@
+"""Sweeps: which jobs, which folders, what becomes of each, and starting a sweep again."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_experiments import sweep
+from tests import compare
+from tests.ranks import ROOT, Result
+
+MLP = ("experiment=digits_mlp", "train.max_epochs=null", "train.max_steps=8", "mode.threads=1")
+FAULTY = (
+    *MLP,
+    "scheduler._target_=tests.probes.FaultyCosine",
+    "log.every_steps=1",
+    "checkpoint.every_steps=2",
+)
+Start = Callable[..., subprocess.CompletedProcess[str]]
+Train = Callable[..., Result]
+Background = Callable[..., AbstractContextManager[subprocess.Popen[str]]]
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    with (folder / "sweep.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def statuses(folder: Path) -> dict[str, str]:
+    return {Path(row["folder"]).name: row["status"] for row in table(folder)}
+
+
+def the_sweep(cwd: Path) -> Path:
+    (plan,) = cwd.glob("outputs/*/*/jobs.json")
+    return plan.parent
+
+
+# ---- names and identity
+
+
+@pytest.mark.parametrize(
+    ("number", "width", "swept", "name"),
+    [
+        (0, 2, ["optimizer.lr=1e-3"], "00_lr=0.001"),
+        (7, 3, ["optimizer.lr=0.30000000000000004", "model=mlp"], "007_lr=0.3,model=mlp"),
+        (1, 2, ["+a.lr=1", "b.lr=2"], "01_a.lr=1,b.lr=2"),
+        (0, 2, ["model.channels=[8, 16]"], "00_channels=8-16"),
+        (0, 2, ["name='a/b c'"], "00_name=a-b-c"),
+    ],
+)
+def test_a_job_is_named_by_what_varies(number: int, width: int, swept: list[str], name: str) -> None:
+    assert sweep.job_name(number, width, swept) == name
+
+
+def test_a_job_name_is_120_bytes_at_most_and_keeps_its_number() -> None:
+    swept = [f"section.a_setting_with_a_long_name_{i}=value_{i}" for i in range(20)]
+    name = sweep.job_name(3, 2, swept)
+    assert len(name.encode()) <= 120
+    assert name.startswith("03_a_setting_with_a_long_name_0=value_0,")
+
+
+SETTINGS: dict[str, Any] = {
+    "name": "n",
+    "run_id": None,
+    "seed": 0,
+    "mode": {"name": "single", "threads": "auto"},
+    "train": {"max_epochs": 3, "num_workers": 0},
+    "optimizer": {"lr": 0.1},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"name": "other"}, True),
+        ({"run_id": "x"}, True),
+        ({"mode": {"name": "multigpu", "threads": 1}}, True),
+        ({"train": {"max_epochs": 3, "num_workers": 4}}, True),
+        ({"seed": 1}, False),
+        ({"optimizer": {"lr": 0.2}}, False),
+    ],
+)
+def test_a_job_is_known_by_what_it_trains(change: dict[str, Any], same: bool) -> None:
+    key = sweep.key_of(SETTINGS, ["seed=0"], False)
+    assert (sweep.key_of(SETTINGS | change, ["seed=0"], False) == key) is same
+
+
+def test_the_length_of_a_run_makes_another_job_only_if_the_learning_rate_follows_from_it() -> None:
+    longer = SETTINGS | {"train": {"max_epochs": 9, "num_workers": 0}}
+    assert sweep.key_of(SETTINGS, [], False) == sweep.key_of(longer, [], False)
+    assert sweep.key_of(SETTINGS, [], True) != sweep.key_of(longer, [], True)
+
+
+def test_a_free_setting_that_is_swept_makes_different_jobs() -> None:
+    other = SETTINGS | {"train": {"max_epochs": 3, "num_workers": 2}}
+    swept = ["train.num_workers=0"], ["train.num_workers=2"]
+    assert sweep.key_of(SETTINGS, swept[0], False) != sweep.key_of(other, swept[1], False)
+    assert sweep.key_of(SETTINGS, ["debug=a"], False) != sweep.key_of(SETTINGS, ["debug=b"], False)
+
+
+def test_a_value_is_the_same_however_it_is_written() -> None:
+    assert sweep.key_of(SETTINGS, ["optimizer.lr=1e-1"], False) == sweep.key_of(
+        SETTINGS, ["optimizer.lr=0.1"], False
+    )
+
+
+def test_jobs_of_a_sweep_that_grows_keep_their_folders() -> None:
+    first, second = sweep.Plan(), sweep.Plan()
+    for key, value in (("a", "1"), ("b", "2")):
+        first.add(key, [f"x.lr={value}"], 2)
+    for key, value in (("c", "3"), ("b", "2"), ("a", "1")):
+        second.add(key, [f"x.lr={value}"], 2)
+    second.continue_from(first)
+    assert {k: j.folder for k, j in second.jobs.items()} == {"a": "00_lr=1", "b": "01_lr=2", "c": "02_lr=3"}
+
+
+# ---- what is refused before job 0
+
+WRONG = [
+    ("-m seed=1,2,1", "job 2, seed=1: trains the same as job 0"),
+    ("-m optimizer.lr=1e-3,abc", "job 1, optimizer.lr=abc: "),
+    ("-m optimizer.lr=1e-3,abc,def seed=1,2", "job 2, optimizer.lr=abc seed=1 (and 1 more): "),
+    ("-m name=a,b", "name is the sweep's own and can't vary in it"),
+    ("-m run_id=a,b", "run_id is the sweep's own and can't vary in it"),
+    ("-m sweep.fail_fast=true,false", "sweep.fail_fast is the sweep's own"),
+    ("-m seed=1,-1", "job 1, seed=-1: seed=-1 must be at least 0"),
+    ("-m model=cnn,nothing", "job 1, model=nothing: model=nothing: no such option"),
+    ("-m experiment=digits_mlp optimizer=adamw,sgd", "optimizer=sgd"),
+    (
+        "-m mode=multinode mode.nnodes=2 mode.node_rank=0 mode.rdzv_endpoint=h:1 seed=1,2",
+        "the machines of a sweep need one name for its folder: add run_id=NAME",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "part"), WRONG, ids=[line for line, _ in WRONG])
+def test_a_wrong_sweep_is_refused_before_its_first_job(
+    line: str, part: str, train: Train, tmp_path: Path
+) -> None:
+    result = train(*line.split(), "mode.threads=1")
+    assert result.exit_codes == [2], result.text
+    assert part in result.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_does_not_continue_a_run(train: Train) -> None:
+    run = train(*MLP).ok().folder
+    result = train("-m", "--continue", str(run), "log.every_steps=1,2")
+    assert result.exit_codes == [2]
+    assert "--continue names one run, but -m starts several" in result.text
+
+
+def test_a_sweep_is_not_mixed_with_a_run_of_its_name(train: Train) -> None:
+    train(*MLP, "run_id=x").ok()
+    result = train(*MLP, "-m", "run_id=x", "seed=1,2")
+    assert result.exit_codes == [2]
+    assert "exists and is no sweep" in result.text
+    assert result.folders == []
+
+
+def test_sweepers_that_draw_are_refused_on_ranks_that_exist_already(train: Train, tmp_path: Path) -> None:
+    result = train(
+        *MLP, "-m", "mode=multigpu", "seed=1,2", "hydra.sweeper._target_=some.RandomSweeper", ranks=2
+    )
+    assert result.exit_codes == [2, 2], result.text
+    assert "RandomSweeper draws its values anew on every rank" in result.text
+    assert "python train.py mode=multigpu mode.nproc_per_node=2 " in result.text
+    assert list(tmp_path.glob("outputs/*")) == []
+
+
+# ---- one parent, workers of its own for each job
+
+
+def test_every_job_is_bitwise_the_lone_run(train: Train, tmp_path: Path) -> None:
+    words = (*MLP, "mode=multigpu")
+    result = train(*words, "-m", "optimizer.lr=1e-3,1e-2,1e-1").ok()
+    folder = the_sweep(tmp_path)
+    assert [f.name for f in result.folders] == ["00_lr=0.001", "01_lr=0.01", "02_lr=0.1"]
+    assert statuses(folder) == {f.name: "done" for f in result.folders}
+    alone = train(*words, "optimizer.lr=1e-2", ranks=2).ok().folder
+    compare.assert_bitwise_equal(result.folders[1], alone)
+    best = max(table(folder), key=lambda row: float(row["value"]))
+    assert f"best accuracy {float(best['value']):.4g}: {best['folder']}" in result.text
+    assert len(list(folder.glob("*/events.out.tfevents.*"))) == 3
+
+
+def test_a_failed_job_leaves_the_others_alone_and_is_tried_anew(train: Train, tmp_path: Path) -> None:
+    words = (*FAULTY, "mode=multigpu", "-m", "optimizer.lr=1e-3,1e-2", "run_id=s")
+    first = train(*words, env={"TEST_FAULT": "raise@5:1", "TEST_FAULT_ONCE": str(tmp_path / "once")})
+    assert first.exit_codes == [1], first.text
+    folder = the_sweep(tmp_path)
+    failed, fine = table(folder)
+    assert (failed["status"], fine["status"]) == ("failed", "done")
+    assert "rank 1 on " in failed["error"] and "RuntimeError: injected" in failed["error"]
+    log = (folder / "00_lr=0.001" / "train.log").read_text()
+    assert "Traceback (most recent call last)" in log and "RuntimeError: injected" in log
+    assert first.text.count("Traceback (most recent call last)") == 1
+    assert "to run what is not done: the same command with run_id=s" in first.text
+    again = train(*words).ok()
+    assert "continuing after step 4" in again.text and again.text.count("2 rank(s) on cpu") == 1
+    assert statuses(folder) == {"00_lr=0.001": "done", "01_lr=0.01": "done"}
+    lone = train(*FAULTY, "mode=multigpu", "optimizer.lr=1e-3", ranks=2).ok().folder
+    assert compare.largest_difference(compare.weights(folder / "00_lr=0.001"), compare.weights(lone)) == 0
+
+
+def test_a_killed_worker_is_one_failed_job_and_fail_fast_ends_the_sweep(train: Train, tmp_path: Path) -> None:
+    result = train(
+        *FAULTY,
+        "sweep.fail_fast=true",
+        "-m",
+        "seed=1,2",
+        env={"TEST_FAULT": "SIGKILL@3", "OMP_NUM_THREADS": "1"},
+    )
+    assert result.exit_codes == [1], result.text
+    failed, left = table(the_sweep(tmp_path))
+    assert failed["status"] == "failed" and "rank 0 on " in failed["error"] and "SIGKILL" in failed["error"]
+    assert left["status"] == "not run"
+    assert "checkpoints/step-2; go on with: python train.py --continue outputs/" in result.text
+
+
+def test_a_sweep_that_is_killed_goes_on_where_it_was(
+    background: Background, wait_for: Callable[..., None], train: Train, tmp_path: Path
+) -> None:
+    """SIGKILL of the parent in the second job: the first is skipped, the second continues, the third runs."""
+    words = (*FAULTY, "-m", "seed=1,2,3", "run_id=s")
+    once = tmp_path / "once"
+    once.touch()  # as long as it is there, there is no fault
+    with background(*words, env={"TEST_FAULT": "sleep60@5", "TEST_FAULT_ONCE": str(once)}) as process:
+        sweep_folder = tmp_path / "outputs/digits_mlp/s"
+        wait_for(lambda: sweep.read_job(sweep_folder / "00_seed=1").get("status") == "done")
+        once.unlink()
+        wait_for(lambda: (sweep_folder / "01_seed=2/checkpoints/step-4").exists() and once.exists())
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=20)
+    again = train(*words).ok()
+    assert again.text.count("1 rank(s) on cpu") == 2
+    assert "continuing after step 4" in again.text
+    assert set(statuses(the_sweep(tmp_path)).values()) == {"done"}
+    once_more = train(*words).ok()
+    assert "1 rank(s) on cpu" not in once_more.text
+
+
+def test_ctrl_c_ends_a_sweep_with_130_and_the_table(
+    background: Background, wait_for: Callable[..., None], tmp_path: Path
+) -> None:
+    words = [w for w in FAULTY if "max_steps" not in w]
+    with background(*words, "train.max_steps=1000000", "-m", "seed=1,2", "run_id=s") as process:
+        wait_for(lambda: (tmp_path / "outputs/digits_mlp/s/00_seed=1/checkpoints").exists())
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=40) == 130
+    assert "to run what is not done: the same command with run_id=s" in (tmp_path / ".console").read_text()
+    assert statuses(the_sweep(tmp_path)) == {"00_seed=1": "interrupted", "01_seed=2": "not run"}
+
+
+def test_the_same_sweep_is_not_started_twice(
+    background: Background, wait_for: Callable[..., None], train: Train, tmp_path: Path
+) -> None:
+    words = (*FAULTY, "-m", "seed=1,2", "run_id=s")
+    with background(*words, env={"TEST_FAULT": "sleep60@2"}) as process:
+        wait_for(lambda: (tmp_path / "outputs/digits_mlp/s/00_seed=1/config.yaml").exists())
+        second = train(*words)
+        assert second.exit_codes == [2], second.text
+        assert f"is being written by pid {process.pid} on {os.uname().nodename}" in second.text
+
+
+# ---- on ranks that a launcher has started
+
+KINDS = {
+    "before the group": ("data._target_=tests.probes.sound", "data@0"),
+    "in training": ("scheduler._target_=tests.probes.FaultyCosine", "raise@3"),
+    "in the backward pass": ("model._target_=tests.probes.FaultyBackward", "raise@3"),
+    "after training": ("scheduler._target_=tests.probes.FaultyCosine", "raise@8"),
+    "by SystemExit": ("scheduler._target_=tests.probes.FaultyCosine", "exit@3"),
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_job_that_fails_on_one_rank_ends_on_all_and_the_next_is_clean(
+    kind: str, rank: int, train: Train, tmp_path: Path
+) -> None:
+    part, fault = KINDS[kind]
+    words = (*MLP, "mode=multigpu", part)
+    env = {"TEST_FAULT": f"{fault}:{rank}", "TEST_FAULT_ONCE": str(tmp_path / "once")}
+    before = time.monotonic()
+    result = train(*words, "-m", "optimizer.lr=1e-3,1e-2", ranks=2, env=env)
+    assert time.monotonic() - before < 30
+    assert result.exit_codes == [1, 1], result.text
+    failed, fine = table(the_sweep(tmp_path))
+    assert (failed["status"], fine["status"]) == ("failed", "done"), result.text
+    assert f"rank {rank} on " in failed["error"], failed
+    assert ("sys.exit(7)" if "exit" in fault else "injected") in failed["error"]
+    assert result.text.count("Traceback (most recent call last)\n") <= 2  # SystemExit has a cause
+    alone = train(*words, "optimizer.lr=1e-2", ranks=2).ok().folder
+    job = next(f for f in result.folders if f.name == "01_lr=0.01")
+    compare.assert_bitwise_equal(job, alone)
+
+
+def test_ranks_of_a_launcher_sweep_in_step_although_one_is_slow(train: Train, tmp_path: Path) -> None:
+    words = (*MLP, "mode=multigpu", "data._target_=tests.probes.sound")
+    result = train(
+        *words, "-m", "optimizer.lr=1e-3,1e-2,1e-1", ranks=2, per_rank={1: {"TEST_FAULT": "sleep1.5@0"}}
+    ).ok()
+    assert len(result.folders) == 3
+    assert len(list(tmp_path.glob("outputs/*/*/sweep.csv"))) == 1
+    assert result.texts[1].strip() == ""
+
+
+def test_a_sweep_on_ranks_of_a_launcher_can_be_started_again(train: Train, tmp_path: Path) -> None:
+    words = (*FAULTY, "mode=multigpu", "-m", "seed=1,2", "run_id=s")
+    env = {"TEST_FAULT": "raise@5:0", "TEST_FAULT_ONCE": str(tmp_path / "once")}
+    assert train(*words, ranks=2, env=env).exit_codes == [1, 1]
+    again = train(*words, ranks=2).ok()
+    assert "continuing after step 4" in again.text and again.text.count("2 rank(s) on cpu") == 1
+
+
+def test_a_sweep_by_torchrun_ends_with_exit_code_1_if_a_job_failed(start: Start, tmp_path: Path) -> None:
+    """The one by real torchrun; the others above play its part."""
+    env = {"TEST_FAULT": "raise@3:1", "TEST_FAULT_ONCE": str(tmp_path / "once"), "PYTHONPATH": str(ROOT)}
+    done = start("train.py", *FAULTY, "mode=multigpu", "-m", "seed=1,2", torchrun=2, env=env)
+    assert done.returncode == 1, done.stderr
+    assert list(statuses(the_sweep(tmp_path)).values()) == ["failed", "done"], done.stderr
+
+
+# ---- as a person reads it
+
+
+def test_the_table_names_every_job_and_the_best(tmp_path: Path) -> None:
+    plan = sweep.Plan(jobs={})
+    for i, value in enumerate((0.5, 0.9, None)):
+        plan.add(str(i), [f"seed={i}"], 2)
+        folder = tmp_path / f"0{i}_seed={i}"
+        folder.mkdir()
+        job = sweep.Job(i, folder, [f"seed={i}"], [None, 3], "accuracy", "max", writes=True)
+        job.note(
+            "failed" if value is None else "done", value=value, error="" if value else "rank 1 on h: E: x"
+        )
+    (tmp_path / "jobs.json").write_text(json.dumps(asdict(plan)))
+    found = sweep.rows(tmp_path)
+    lines = sweep.table(tmp_path, found).splitlines()
+    assert [line.split()[:3] for line in lines[1:4]] == [
+        ["0", "seed=0", "done"],
+        ["1", "seed=1", "done"],
+        ["2", "seed=2", "failed"],
+    ]
+    assert "rank 1 on h: E: x" in lines[3]
+    assert lines[4].startswith("best accuracy 0.9: ") and lines[4].endswith("01_seed=1")
