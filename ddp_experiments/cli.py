@@ -97,9 +97,10 @@ def entry(main: Callable[[], Any]) -> None:
     try:
         code = _start(main, wants_traceback=wants_traceback)
     finally:
-        failed = Preflight.folder.close() if Preflight.folder is not None else Exit.DONE
-    if code or failed:
-        sys.exit(code or failed)
+        if Preflight.folder is not None:
+            Preflight.folder.close()
+    if code:
+        sys.exit(code)
 
 
 def _start(main: Callable[[], Any], *, wants_traceback: bool) -> int:

@@ -1,11 +1,20 @@
 """Who started this process and which rank it is. The only room that reads RANK, MASTER_ADDR and the like."""
 
+import hashlib
 import os
+import re
 import secrets
-from collections.abc import Mapping
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from ddp_experiments.errors import Refused
+
+TELL_SECONDS = 10.0  # so long the other ranks of a machine wait for the one that speaks
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,67 @@ def read(variables: Mapping[str, str] | None = None) -> Environment:
 def first_on_machine() -> bool:
     """Tell whether this process speaks for its machine; never fails, so that it can say what is wrong."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def agent_folder() -> Path | None:
+    """The folder that torch elastic keeps for its workers on this machine, over all restarts; else None."""
+    file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))  # FOLDER/attempt_N/LOCAL_RANK/error.json
+    return file.parents[2] if len(file.parents) > 2 and file.parents[1].name.startswith("attempt_") else None
+
+
+def say_once(text: str) -> None:
+    """Print what all ranks of a machine have to say alike, once, also over restarts of the workers.
+
+    And end torchrun, where it would start them again: they would end the same way.
+    """
+    folder = agent_folder()
+    plain = re.sub(r"rank \d+ on \S+: ", "", text)  # the others say whose it is
+    mark = None if folder is None else folder / f"told_{hashlib.sha256(plain.encode()).hexdigest()[:16]}"
+    if mark and not first_on_machine():
+        end = time.monotonic() + TELL_SECONDS  # torchrun ends all ranks as soon as one has left
+        while not mark.exists() and time.monotonic() < end:
+            time.sleep(0.02)
+    if first_on_machine() if mark is None else not mark.exists():
+        print(text, file=sys.stderr, flush=True)
+    if first_on_machine():
+        stop_restarts()
+    if mark:
+        with suppress(OSError):
+            mark.touch()
+
+
+def stop_restarts() -> None:
+    """End torchrun, where it would start the workers again. Nothing a worker leaves with tells it not to.
+
+    Only torchrun's own program is ended: a program with another purpose may be an agent, too.
+    """
+    done, most = (os.environ.get(f"TORCHELASTIC_{n}", "") for n in ("RESTART_COUNT", "MAX_RESTARTS"))
+    if not (done.isdecimal() and most.isdecimal() and int(done) < int(most)):
+        return
+    agent = os.getppid()
+    with suppress(OSError):  # it has gone, or this system doesn't tell: it starts the workers again
+        words = Path(f"/proc/{agent}/cmdline").read_text(errors="replace").split("\0")
+        if any(w == "torch.distributed.run" or Path(w).name == "torchrun" for w in words):
+            os.kill(agent, signal.SIGTERM)
+
+
+@contextmanager
+def variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for what is started while the block runs."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def unset(names: Iterable[str]) -> list[str]:
+    """Those of these environment variables that nobody has set."""
+    return [name for name in names if name not in os.environ]
 
 
 def available_cores() -> int:

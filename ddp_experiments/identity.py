@@ -252,7 +252,7 @@ def go_on(folder: Path) -> str:
 
 def last_word(folder: str | None, text: str) -> str:
     """The sentence for ranks that could not say it themselves: cause, last checkpoint, what to type."""
-    if folder is None:
+    if folder is None or not (Path(folder) / "config.yaml").exists():
         return text
     steps = [int(p.name[5:]) for p in Path(folder).glob("checkpoints/step-*") if p.name[5:].isdecimal()]
     last = Path(folder) / "checkpoints" / f"step-{max(steps, default=0)}"

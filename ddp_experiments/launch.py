@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from ddp_experiments import identity, sweep
 from ddp_experiments.config import OPEN_GROUPS, Config, Mode, ModeName
-from ddp_experiments.environment import Environment, first_on_machine, read
+from ddp_experiments.environment import Environment, read, say_once
 from ddp_experiments.errors import Exit, Refused, Stopped, WorkersFailed
 from ddp_experiments.identity import Origin
 from ddp_experiments.targets import takes
@@ -157,9 +157,7 @@ def target_faults(config: Config, environment: Environment | None = None) -> lis
 
 def refuse(said: Iterable[str]) -> NoReturn:
     """Print every fault once on each machine, and leave with exit code 2."""
-    if first_on_machine():
-        lines = ["Refused before anything was started:", *(f"  - {s}" for s in dict.fromkeys(said))]
-        print("\n".join(lines), file=sys.stderr, flush=True)
+    say_once("\n".join(["Refused before anything was started:", *(f"  - {s}" for s in dict.fromkeys(said))]))
     sys.exit(Exit.REFUSED)
 
 
@@ -227,17 +225,20 @@ class JobFailed(RuntimeError):
     """A job of a sweep failed. Hydra takes it as the job's result."""
 
 
-def run_sweep(folder: Path, jobs: Iterable[tuple[Config, Origin]]) -> None:
-    """Run every job of a sweep, one after the other, whatever becomes of each.
+def run_sweep(folder: Path, jobs: Iterable[tuple[Config, Origin]]) -> Exit:
+    """Run every job of a sweep, one after the other, whatever becomes of each; the exit code.
 
     Collective under a launcher: all ranks must call.
     """
+    code = Exit.DONE
     for number, (config, origin) in enumerate(jobs):
         try:
             run_job(folder, number, config, origin)
         except JobFailed:
+            code = Exit.FAILED
             if config.sweep.fail_fast:
                 break
+    return code
 
 
 def run_job(folder: Path, number: int, config: Config, origin: Origin) -> float | None:

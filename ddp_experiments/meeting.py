@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +28,8 @@ from ddp_experiments.environment import Environment
 from ddp_experiments.errors import Exit, NonFiniteError, NoUsableCheckpoint, PeerFailed, Refused, Stopped
 
 T = TypeVar("T")
-PACKAGE = str(Path(__file__).parent)
+PACKAGE = Path(__file__).parent
+ABOUT = ("loop", "experiment", "recorder")  # modules whose functions say what a rank was about
 LOOK_SECONDS = 0.5  # between two looks at whether another rank has failed
 LEAVE_SECONDS = 15.0  # so long a rank may take to end after another one has failed
 LATE_SECONDS = 1.0  # so long the ranks whose collective failed wait for one another's word
@@ -60,15 +61,26 @@ class Meeting:
                 self._lookout = _Lookout(self)
 
     def _client(self, hosts: bool = False) -> Store:
-        environment = self.environment
-        return TCPStore(
-            environment.master_addr,
-            environment.master_port,
-            is_master=hosts,
-            wait_for_workers=False,
-            multi_tenant=True,
-            timeout=self.timeout,
-        )
+        """The launcher's own store; where it has none, one that rank 0 hosts at the address it gave.
+
+        Raises:
+            Refused: another program has the port.
+        """
+        address, port = self.environment.master_addr, self.environment.master_port
+        try:
+            return TCPStore(
+                address,
+                port,
+                is_master=hosts,
+                wait_for_workers=False,
+                multi_tenant=True,
+                timeout=self.timeout,
+            )
+        except dist.DistNetworkError as error:
+            if hosts and "EADDRINUSE" in str(error):
+                taken = f"port {port}, MASTER_PORT, is taken by another program"
+                raise Refused(f"{taken}; set another one for all ranks") from None
+            raise
 
     def _round(self) -> str:
         """A name for this round of workers, agreed by all ranks, however often the store was used before.
@@ -81,30 +93,38 @@ class Meeting:
         assert store is not None
         if rank > 0:
             store.queue_push("ddpx/round", f"request {rank} {me}")
-            try:
-                agreed = store.get(f"ddpx/round/{me}").decode()
-            except dist.DistError as error:
-                raise self._late([0]) from error
+            self._until(lambda: store.check([f"ddpx/round/{me}"]), lambda: [0])
+            agreed = store.get(f"ddpx/round/{me}").decode()
             store.queue_push("ddpx/round", f"agreed {rank} {agreed}")
             return agreed
         met: set[int] = set()
         while len(met) < world_size - 1:
-            try:
-                kind, who, name = store.queue_pop("ddpx/round").decode().split()
-            except dist.DistError as error:
-                raise self._late(sorted(set(range(1, world_size)) - met)) from error
+            self._until(
+                lambda: store.queue_len("ddpx/round") > 0, lambda: sorted(set(range(1, world_size)) - met)
+            )
+            kind, who, name = store.queue_pop("ddpx/round").decode().split()
             if kind == "request":
                 store.set(f"ddpx/round/{name}", me)
             elif name == me:
                 met.add(int(who))
         return me
 
-    def _late(self, who: Iterable[int]) -> RuntimeError:
-        me, world_size = self.environment.rank, self.environment.world_size
-        return RuntimeError(
-            f"rank {me} waited {self.timeout.seconds} s for rank {', '.join(map(str, who))} of {world_size}: "
-            "start all of them, or raise mode.init_timeout_seconds"
-        )
+    def _until(self, is_true: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
+        """Wait, in Python: a signal's handler isn't called while the store waits in C++.
+
+        Raises:
+            RuntimeError: it takes too long.
+        """
+        end, pause = time.monotonic() + self.timeout.total_seconds(), 0.001
+        while not is_true():
+            if time.monotonic() > end:
+                who = f"rank {', '.join(map(str, missing()))} of {self.environment.world_size}"
+                raise RuntimeError(
+                    f"rank {self.environment.rank} waited {self.timeout.seconds} s for {who}: start all of "
+                    "them, or raise mode.init_timeout_seconds"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
 
     # ---- agreeing
 
@@ -112,22 +132,24 @@ class Meeting:
         """A value that rank 0 makes at the first start; it stays over restarts of the workers."""
         if self.launcher_store is None:
             return make()
-        if self.environment.rank == 0 and not self.launcher_store.check([f"ddpx/{key}"]):
-            self.launcher_store.set(f"ddpx/{key}", make())
-        return self.launcher_store.get(f"ddpx/{key}").decode()
+        store, name = self.launcher_store, f"ddpx/{key}"
+        if self.environment.rank == 0 and not store.check([name]):
+            store.set(name, make())
+        self._until(lambda: store.check([name]) or self._failed(), lambda: [0])
+        return store.get(name).decode()
+
+    def _failed(self) -> bool:
+        """False; raises why another rank has failed, if one has."""
+        if self.look() is not None:
+            self.raise_cause()
+        return False
 
     def _wait(self, key: str, who: int) -> Any:
         """What rank `who` says under a key of this round; ends early if a rank has failed."""
-        assert self.store is not None
-        end, pause = time.monotonic() + self.timeout.total_seconds(), 0.001
-        while not self.store.check([key]):
-            if self.look() is not None:
-                self.raise_cause()
-            if time.monotonic() > end:
-                raise self._late([who])
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)
-        return json.loads(self.store.get(key))
+        store = self.store
+        assert store is not None
+        self._until(lambda: store.check([key]) or self._failed(), lambda: [who])
+        return json.loads(store.get(key))
 
     def gather(self, key: str, value: T) -> list[T]:
         """Every rank's value, by rank, as plain values: on rank 0; elsewhere nothing.
@@ -328,6 +350,7 @@ def _as_told(error: BaseException) -> dict[str, Any]:
 
 
 def _place_of(error: BaseException) -> str:
-    """The innermost of our functions that an error came through."""
-    names = [f.name for f in traceback.extract_tb(error.__traceback__) if PACKAGE in f.filename]
-    return names[-1] if names else "a callback"
+    """What a rank was about: train_step, train, evaluate, ..."""
+    frames = traceback.extract_tb(error.__traceback__)
+    names = [f.name for f in frames if Path(f.filename).parent == PACKAGE and Path(f.filename).stem in ABOUT]
+    return names[-1] if names else "the start"

@@ -65,11 +65,11 @@ class Preflight(Callback):
             checked.is_basic
         ):  # Hydra's own way composes a job three times, keeps all results, tells one failure
             try:
-                launch.run_sweep(path, checked.origins())
+                code = launch.run_sweep(path, checked.origins())
             except Exception:
                 traceback.print_exc()
-                sys.exit(Exit.FAILED)
-            sys.exit(Exit.DONE)
+                code = Exit.FAILED
+            sys.exit(code)
         config.hydra.sweep.dir = str(path)  # and for every job, wherever it is composed:
         config.hydra.overrides.hydra.append(f"hydra.sweep.dir={sweep.quoted(str(path))}")
 

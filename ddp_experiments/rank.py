@@ -9,7 +9,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ddp_experiments import experiment
 from ddp_experiments.config import Config
-from ddp_experiments.environment import Environment, first_on_machine, read
+from ddp_experiments.environment import Environment, read, say_once
 from ddp_experiments.errors import Exit, NonFiniteError, NoUsableCheckpoint, PeerFailed, Refused, Stopped
 from ddp_experiments.health import StopRequest, stop_signals
 from ddp_experiments.identity import Origin
@@ -111,8 +111,7 @@ def tell(error: Exception, environment: Environment, *, guilty: bool) -> Exit:
     """Print what ended this rank, unless another rank does; its exit code."""
     notes = getattr(error, "__notes__", [])  # the last line: cause, rank, host, step, what to type
     if isinstance(error, NoUsableCheckpoint):
-        if first_on_machine():
-            print(error, file=sys.stderr, flush=True)
+        say_once(str(error))
         return Exit.NO_CHECKPOINT
     if isinstance(error, NonFiniteError | PeerFailed):
         speaks = environment.rank == 0 if isinstance(error, NonFiniteError) else guilty

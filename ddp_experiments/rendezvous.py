@@ -5,10 +5,12 @@ on loopback only; torch's own rendezvous listen on all interfaces, and one of th
 """
 
 import errno
+import json
 import socket
 import time
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -23,6 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 from ddp_experiments.errors import Exit, Refused, WorkersFailed
 
 BACKEND = "ddp_experiments"
+FINAL = {"refused": Exit.REFUSED, "unusable": Exit.NO_CHECKPOINT}  # ways to fail that a restart doesn't cure
 LOOPBACK = "127.0.0.1"
 
 
@@ -45,6 +48,9 @@ class Machines(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other machines, at the first start and at every restart of the workers."""
         end = time.monotonic() + self.timeout
+        cause = self.word("cause")
+        if self.attempt and cause is not None and cause["kind"] in FINAL:
+            raise WorkersFailed(cause["text"], FINAL[cause["kind"]], told=True)
         self.attempt += 1
         if self.store is None:
             self.store = self._host() if self.node_rank == 0 else self._find(end)
@@ -120,6 +126,13 @@ class Machines(RendezvousHandler):
                 why = getattr(error, "strerror", None) or str(error).partition("\n")[0]
                 time.sleep(0.2)
         raise self._missing([0], f" ({why})")
+
+    def word(self, key: str) -> Any:
+        """What the ranks have left in the store for whoever has started them; None if nothing."""
+        with suppress(dist.DistError, RuntimeError):  # it is on another machine, and gone
+            if self.store is not None and self.store.check([f"ddpx/{key}"]):
+                return json.loads(self.store.get(f"ddpx/{key}"))
+        return None
 
     # ---- what torch elastic asks
 

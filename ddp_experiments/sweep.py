@@ -25,7 +25,7 @@ from hydra.types import RunMode
 
 from ddp_experiments.config import HORIZON, Config, resume_rule
 from ddp_experiments.environment import Environment, launch_token
-from ddp_experiments.errors import Exit, Refused
+from ddp_experiments.errors import Refused
 from ddp_experiments.identity import flat, new_folder, shown, write_json
 from ddp_experiments.lock import Lock
 
@@ -86,7 +86,7 @@ def job_name(number: int, width: int, swept: Sequence[str]) -> str:
     last = [key.rpartition(".")[2] for key in varied]
     parts = []
     for (key, value), short in zip(varied.items(), last, strict=True):
-        text = re.sub(r",\s*", "-", value.strip("[]{}'\""))
+        text = value.strip("[]{}'\"").replace(", ", ",")
         with suppress(ValueError):
             text = text if text.lstrip("+-").isdigit() else f"{float(text):g}"
         parts.append(f"{short if last.count(short) == 1 else key}={text}")
@@ -130,15 +130,14 @@ class Folder:
     def __init__(self, path: Path, lock: Lock | None, *, speaks: bool) -> None:
         self.path, self.lock, self.speaks = path, lock, speaks
 
-    def close(self) -> int:
-        """Print and write the table; the exit code by what has become of the jobs, 0 if all are done."""
-        found = rows(self.path)
+    def close(self) -> None:
+        """Print and write the table."""
         if self.speaks:
+            found = rows(self.path)
             write_table(self.path, found)
             print(table(self.path, found), file=sys.stderr, flush=True)
         if self.lock is not None:
             self.lock.release()
-        return Exit.FAILED if any(row["status"] == "failed" for row in found) else Exit.DONE
 
 
 def read_plan(folder: Path) -> Plan:

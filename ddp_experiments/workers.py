@@ -15,20 +15,18 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ddp_experiments.config import Config
-from ddp_experiments.environment import Environment
+from ddp_experiments.environment import Environment, unset, variables
 from ddp_experiments.errors import Exit, Stopped, WorkersFailed
 from ddp_experiments.identity import Origin
-from ddp_experiments.rendezvous import BACKEND, Machines, offer
+from ddp_experiments.rendezvous import BACKEND, FINAL, Machines, offer
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-EXIT_CODES = {"refused": Exit.REFUSED, "unusable": Exit.NO_CHECKPOINT}
 
 
 def start(config: Config, origin: Origin, planned: Environment) -> float | None:
@@ -69,7 +67,7 @@ def start(config: Config, origin: Origin, planned: Environment) -> float | None:
     file.write_text(json.dumps(asdict(origin)))
     offer(machines)
     try:
-        with _forwarded_signals(folder), _workers_variables(planned), _without_agents_words():
+        with _forwarded_signals(folder), variables(_workers_variables(planned)), _without_agents_words():
             command = ("-P", "-u", "-m", "ddp_experiments.worker", str(file), str(os.getpid()))
             elastic_launch(launch, sys.executable)(*command)
         return _value(machines)
@@ -83,7 +81,7 @@ def start(config: Config, origin: Origin, planned: Environment) -> float | None:
 
 def _value(machines: Machines) -> float | None:
     """What rank 0 says in the end."""
-    said = _word(machines, "end")
+    said = machines.word("end")
     if said is None and machines.node_rank == 0:
         raise WorkersFailed("rank 0 ended early and without a word", Exit.FAILED, told=False)
     if said is not None and "stopped" in said:  # the workers got a signal, this process didn't
@@ -91,19 +89,9 @@ def _value(machines: Machines) -> float | None:
     return None if said is None else said["value"]
 
 
-def _word(machines: Machines, key: str) -> Any:
-    """What the ranks have left in the store for whoever has started them."""
-    try:
-        if machines.store is not None and machines.store.check([f"ddpx/{key}"]):
-            return json.loads(machines.store.get(f"ddpx/{key}"))
-    except RuntimeError:  # of another machine, and gone
-        pass
-    return None
-
-
 def _why(failures: dict[int, ProcessFailure], machines: Machines) -> WorkersFailed:
     """What ended the workers: the first rank that told, or one that was killed and couldn't."""
-    cause, folder, here = _word(machines, "cause"), _word(machines, "folder"), socket.gethostname()
+    cause, folder, here = machines.word("cause"), machines.word("folder"), socket.gethostname()
     killed = {r: f for r, f in failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM}
     if cause is not None:
         killed = {r: f for r, f in killed.items() if r in cause.get("silent", ())}
@@ -114,11 +102,11 @@ def _why(failures: dict[int, ProcessFailure], machines: Machines) -> WorkersFail
         return WorkersFailed(text, Exit.FAILED, told=False, folder=folder)
     if cause is not None:
         text = f"rank {cause['rank']} on {cause['host']}: {cause['text']}"
-        code = EXIT_CODES.get(cause["kind"], Exit.FAILED)
+        code = FINAL.get(cause["kind"], Exit.FAILED)
         return WorkersFailed(text, code, told=True, traceback=cause["traceback"], folder=folder)
     rank, failure = _first(failures)
     text = f"rank {rank} on {here} ended with exit code {failure.exitcode}"
-    if failure.exitcode in EXIT_CODES.values():
+    if failure.exitcode in FINAL.values():
         return WorkersFailed(text, Exit(failure.exitcode), told=True, folder=folder)
     return WorkersFailed(text, Exit.FAILED, told=False, folder=folder)
 
@@ -157,24 +145,13 @@ def _forwarded_signals(folder: str) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextmanager
-def _workers_variables(planned: Environment) -> Iterator[None]:
+def _workers_variables(planned: Environment) -> dict[str, str]:
     """What the workers inherit: the modules that are found here, and loopback where one machine is enough."""
-    variables = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    found = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if planned.nnodes == 1 and loopback:
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            if name not in os.environ:
-                variables[name] = loopback[0]
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
+        found |= dict.fromkeys(unset(["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]), loopback[0])
+    return found
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from ddp_experiments.config import Backend, Mode, ModeName
 from ddp_experiments.environment import Environment, available_cores
 from ddp_experiments.meeting import Meeting
+from ddp_experiments.process import signals_at_once
 
 
 @dataclass(frozen=True)
@@ -183,14 +184,15 @@ def _open_group(mode: Mode, environment: Environment, meeting: Meeting, device: 
     automatic = "nccl" if device.type == "cuda" else "gloo"
     backend = automatic if mode.backend is Backend.auto else mode.backend.value
     assert meeting.store is not None
-    dist.init_process_group(
-        backend,
-        store=PrefixStore("group", meeting.store),
-        rank=environment.rank,
-        world_size=environment.world_size,
-        timeout=timedelta(seconds=mode.timeout_seconds),
-        device_id=device if device.type == "cuda" else None,
-    )
+    with signals_at_once():  # it waits in C++, where handlers aren't called
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("group", meeting.store),
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=timedelta(seconds=mode.timeout_seconds),
+            device_id=device if device.type == "cuda" else None,
+        )
     if backend == "nccl":  # a kernel that waits for another rank ends only by an abort on its own rank
         meeting.abort = functools.cache(dist.distributed_c10d._abort_process_group)
     return backend

@@ -4,6 +4,8 @@ TEST_RECORD=FOLDER   where records go, a file a rank
 TEST_FAULT=KIND@STEP[:RANK]   a signal's name, raise, exit, sleepSECONDS, warn or nan at an optimizer step, on
                               one rank or all
 TEST_FAULT_ONCE=FILE   only as long as the file is not there; it is made then
+TEST_PAUSE=SECONDS   each optimizer step, and making the schedule, takes so much longer
+TEST_GO=FILE   the data of `indexed` comes only once the file is there; "ready" is recorded before
 """
 
 import logging
@@ -49,6 +51,12 @@ def sound(
     return Splits(part(samples), part(64))
 
 
+def of_this_rank(samples: int = 64) -> Splits:
+    """Data that differs between ranks."""
+    inputs = torch.full((samples, 64), float(rank()))
+    return Splits(TensorData(inputs, torch.zeros(samples, dtype=torch.long)))
+
+
 def record(kind: str, line: str) -> None:
     folder = os.environ.get("TEST_RECORD")
     if folder:
@@ -86,6 +94,10 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
 
 def indexed(samples: int = 40, validation: int = 23, noisy: bool = False) -> Splits:
     """Regression data whose target is the sample's number; inputs are fixed random features."""
+    if "TEST_GO" in os.environ:
+        record("ready", "")
+        while not Path(os.environ["TEST_GO"]).exists():
+            time.sleep(0.001)
 
     def part(n: int, first: int) -> TensorData:
         generator = torch.Generator().manual_seed(mix(n, first))
@@ -131,6 +143,7 @@ class Faulty:
         parameters = [p.detach().double().flatten() for g in self.optimizer.param_groups for p in g["params"]]
         record("parameters", repr(torch.cat(parameters).sum().item()))
         record("lr", repr(self.optimizer.param_groups[0]["lr"]))
+        time.sleep(float(os.environ.get("TEST_PAUSE", "0")))
         kind = fault(self.last_epoch)
         if kind == "warn":
             logging.getLogger("ddp_experiments").warning("injected")
@@ -189,6 +202,18 @@ class FaultyBackward(torch.nn.Module):
         self.steps += 1
         if fault(self.steps) == "raise":
             raise RuntimeError("injected")
+
+
+class WiderOnRank1(torch.nn.Module):
+    """A model that differs between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(64, 10 + rank())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(x.flatten(1))
+        return y
 
 
 class HalfIdle(torch.nn.Module):

@@ -96,8 +96,15 @@ class Pool:
         ranks: int = 0,
         env: dict[str, str] | None = None,
         per_rank: dict[int, dict[str, str]] | None = None,
+        words_of: dict[int, list[str]] | None = None,
     ) -> Result:
-        """Run `train.py words` in `cwd`: by itself (ranks=0), or as so many ranks of one torchrun."""
+        """Run `train.py words` in `cwd`: by itself (ranks=0), or as so many ranks of one torchrun.
+
+        Args:
+            env: variables of all ranks.
+            per_rank: more variables of some ranks.
+            words_of: more words of some ranks.
+        """
         import torch.distributed as dist
 
         count = max(1, ranks)
@@ -113,7 +120,8 @@ class Pool:
             variables = dict(env or {}) | (per_rank or {}).get(i, {})
             if store is not None:
                 variables |= launcher_variables(i, ranks, store.port)
-            worker.ask({"argv": list(words), "cwd": str(cwd), "env": variables, "log": str(logs[i])})
+            argv = [*words, *(words_of or {}).get(i, [])]
+            worker.ask({"argv": argv, "cwd": str(cwd), "env": variables, "log": str(logs[i])})
         timer = threading.Timer(SECONDS, lambda: [w.stop() for w in workers])
         timer.start()
         try:

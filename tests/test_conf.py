@@ -16,14 +16,11 @@ from tests.ranks import ROOT, launcher_variables
 CONF = ROOT / "conf"
 FILES = sorted(CONF.rglob("*.yaml"))
 OPTIONS = [(p.parent.name, p.stem) for p in FILES if p.parent != CONF and p.stem != "own"]
-RESOLVERS = {"ddpx.sweep_dir": lambda: "outputs/SWEEP", "ddpx.job": lambda: "JOB"}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def composing():
     schema.register()
-    for name, function in RESOLVERS.items():
-        OmegaConf.register_new_resolver(name, function, replace=True)
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         yield

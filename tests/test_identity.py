@@ -411,7 +411,7 @@ def repository(tmp_path, monkeypatch) -> Path:
 def start_of(folder: Path) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     run = identity.Run(folder, writer=True, continued=False, lock=None)
-    return identity.record_start(run, overrides=[], world={})
+    return identity.record_start(run, identity.Origin({}), {})
 
 
 def test_uncommitted_changes_are_kept_as_a_patch_a_start(repository):

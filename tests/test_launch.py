@@ -1,8 +1,12 @@
 """Whether mode and launcher fit, and the line to type when they don't."""
 
 import shlex
+import sys
 
 import pytest
+
+from ddp_experiments import environment, launch
+from tests.ranks import ROOT
 
 TINY = ("debug=tiny", "mode.threads=1", "eval.test=false")
 
@@ -22,11 +26,15 @@ REFUSED = [
         "--master_addr=HOST --master_port=29500 --nproc_per_node=8 train.py",
     ),
     (
-        "mode=multinode mode.nnodes=2 mode.node_rank=2",
+        "mode=multinode mode.rdzv_endpoint=h:1 mode.nnodes=2 mode.node_rank=2",
         0,
         "mode.node_rank=2: 2 machines are numbered from 0 to 1",
     ),
-    ("mode=multinode mode.rdzv_endpoint=host", 0, "mode.rdzv_endpoint=host: want HOST:PORT"),
+    (
+        "mode=multinode mode.nnodes=2 mode.node_rank=0 mode.rdzv_endpoint=host",
+        0,
+        "mode.rdzv_endpoint=host: want HOST:PORT",
+    ),
     ("mode=multigpu mode.node_rank=0", 0, "mode.node_rank=0 needs mode=multinode"),
     (
         "mode=single mode.max_restarts=1",
@@ -64,7 +72,6 @@ REFUSED = [
     ),
     ("mode=multigpu optimizer.lr=abc", 2, "optimizer.lr='abc'"),
     ("mode=multigpu train.max_epoch=3", 2, "Did you mean train.max_epochs?"),
-    ("-m seed=1,2", 2, "the launcher started 2 processes, but mode=single is one"),
 ]
 
 
@@ -119,7 +126,49 @@ def test_rank_that_may_count_machines_is_refused_with_both_lines(train, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_refusal_under_torchrun_is_told_once(start, tmp_path):
-    result = start("train.py", "seed=-1", "mode=multigpu", torchrun=2)
-    assert result.returncode == 1 and result.stderr.count("seed=-1 must be at least 0") == 1, result.stderr
+def attempts(folder):
+    """How often torchrun started workers, from the folders that it leaves."""
+    return sorted(p.name for p in folder.glob("torchelastic_*/*/attempt_*"))
+
+
+LATE = """
+import os, time
+time.sleep(1 if os.environ.get("LOCAL_RANK") == "0" else 0)
+"""
+WRAPPED = ("--no-python", "sh", "-c", f'{sys.executable} {ROOT / "train.py"} "$@"; exit $?', "sh")
+
+
+@pytest.mark.parametrize(
+    ("fault", "restarts", "late"),
+    [("seed=-1", 3, False), ("seed=-1", 0, True), ("model._target_=no.Such", 3, True)],
+)
+def test_refusal_under_torchrun_is_told_once_and_not_tried_again(start, tmp_path, fault, restarts, late):
+    (tmp_path / "sitecustomize.py").write_text(LATE if late else "")
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "TMPDIR": str(tmp_path)}
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", f"--max-restarts={restarts}")
+    result = start(*launcher, "train.py", "mode=multigpu", fault, env=env)
+    assert result.returncode == 1, result.stderr
+    assert result.stderr.count("Refused before anything was started") == 1, result.stderr
+    assert result.stderr.count(fault) == 1, result.stderr
+    assert attempts(tmp_path) == ["attempt_0"], result.stderr
     assert not (tmp_path / "outputs").exists()
+
+
+def test_refusal_leaves_a_parent_alone_that_is_not_torchrun_and_is_told_once(start, tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1", *WRAPPED)
+    result = start(*launcher, "mode=multigpu", "seed=-1", env={"TMPDIR": str(tmp_path)})
+    assert result.returncode == 1 and "SignalException" not in result.stderr, result.stderr
+    assert result.stderr.count("seed=-1 must be at least 0") == 1, result.stderr
+    assert attempts(tmp_path) == ["attempt_0", "attempt_1"], result.stderr
+    assert "exitcode: -15" not in result.stderr.partition("FAILED")[0], result.stderr
+
+
+def test_rank_that_is_refused_alone_says_so(monkeypatch, capsys, tmp_path):
+    (tmp_path / "attempt_0/1").mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0/1/error.json"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(environment, "TELL_SECONDS", 0.1)
+    for count in (1, 0):  # at the next attempt it is known
+        with pytest.raises(SystemExit, match="2"):
+            launch.refuse(["no", "never", "no"])
+        assert capsys.readouterr().err.count("  - no\n  - never\n") == count

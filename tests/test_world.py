@@ -1,8 +1,10 @@
 """Ranks meet, agree, and leave."""
 
 import json
+import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -14,7 +16,8 @@ import torch.distributed as dist
 from ddp_experiments.config import Backend, Mode, ModeName
 from ddp_experiments.environment import Environment
 from ddp_experiments.errors import NoUsableCheckpoint, Refused
-from ddp_experiments.world import Meeting, choose_device, choose_threads, device_faults, join
+from ddp_experiments.meeting import Meeting
+from ddp_experiments.world import choose_device, choose_threads, device_faults, join
 from tests import compare
 from tests.ranks import Result
 
@@ -109,6 +112,16 @@ def test_a_missing_rank_is_named_within_the_deadline(store: dist.Store) -> None:
 def test_a_missing_rank_0_is_named_by_the_others(store: dist.Store) -> None:
     with pytest.raises(RuntimeError, match=r"rank 1 waited 1 s for rank 0 of 2"):
         Meeting(environment(1, 2, store.port), mode(init_timeout_seconds=1))
+
+
+def test_a_taken_port_is_named_with_the_remedy() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        here = replace(environment(0, 2, port), agent_store=False)  # no torchrun: rank 0 hosts the store
+        with pytest.raises(
+            Refused, match=f"port {port}, MASTER_PORT, is taken by another program; set another"
+        ):
+            Meeting(here, mode(init_timeout_seconds=5))
 
 
 def test_one_process_joins_without_a_group() -> None:
