@@ -1,9 +1,9 @@
 """Train a model: one device, one machine or many, from one config.
 
 python train.py                                        the default experiment
-python train.py experiment=digits_mlp optimizer.lr=1e-3
+python train.py mode=multigpu                          all accelerators of this machine
 python train.py -m optimizer.lr=1e-3,1e-2              a sweep
-torchrun --nproc_per_node=2 train.py mode=multigpu
+torchrun --nproc_per_node=2 train.py mode=multigpu     the same, started by torchrun
 python train.py --continue outputs/NAME/RUN            go on where a run stopped
 python train.py --help                                 groups, settings, more commands
 """
