@@ -376,3 +376,49 @@ def test_the_table_names_every_job_and_the_best(tmp_path: Path) -> None:
     ]
     assert "rank 1 on h: E: x" in lines[3]
     assert lines[4].startswith("best accuracy 0.9: ") and lines[4].endswith("01_seed=1")
+
+
+# ---- sweepers and launchers of others
+
+DRAWS = """
+from dataclasses import dataclass
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+
+
+class Draws(Sweeper):
+    def setup(self, *, hydra_context, task_function, config):
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments):
+        rate = 0.001
+        for number in range(2):
+            (job,) = self.launcher.launch([[*arguments, f"optimizer.lr={rate}"]], initial_job_idx=number)
+            print("drawn", rate, "value", job.return_value)
+            rate *= 1 + job.return_value  # the next value follows from the last one's result
+
+
+@dataclass
+class Config:
+    _target_: str = "hydra_plugins.draws.Draws"
+
+
+ConfigStore.instance().store(group="hydra/sweeper", name="draws", node=Config)
+"""
+
+
+def test_a_sweeper_that_draws_gets_the_value_of_each_job(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "hydra_plugins").mkdir()
+    (tmp_path / "hydra_plugins/draws.py").write_text(DRAWS)
+    words = (*MLP, "-m", "hydra/sweeper=draws", "mode.threads=1")
+    words = tuple(dict.fromkeys(words))
+    done = start("train.py", *words, env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    drawn = re.findall(r"drawn (\S+) value (\S+)", done.stdout)
+    rows = table(the_sweep(tmp_path))
+    assert [float(row["value"]) for row in rows] == [float(value) for _, value in drawn]
+    assert Path(rows[0]["folder"]).name == "000_lr=0.001"
+    assert len(rows) == 2 and {row["status"] for row in rows} == {"done"}
