@@ -238,6 +238,10 @@ def run_sweep(folder: Path, jobs: Iterable[tuple[Config, Origin]]) -> Exit:
             code = Exit.FAILED
             if config.sweep.fail_fast:
                 break
+        except Stopped:
+            if not read().launched:
+                raise
+            break  # torchrun would start any other code than 0 anew
     return code
 
 

@@ -231,8 +231,8 @@ class Meeting:
         return self.cause
 
     def guilty(self) -> bool:
-        """Tell whether this rank was the first to fail."""
-        return self.cause is not None and self.cause["rank"] == self.environment.rank
+        """Tell whether this rank was the first to fail, if any has."""
+        return self.store is None or (self.cause is not None and self.cause["rank"] == self.environment.rank)
 
     def raise_cause(self, error: BaseException | None = None) -> NoReturn:
         """Raise what ended another rank, in place of what this rank has seen of it."""

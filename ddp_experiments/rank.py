@@ -1,5 +1,6 @@
 """Being one rank of a run: what every process does that trains, whoever has started it."""
 
+import os
 import sys
 import time
 import traceback
@@ -7,7 +8,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ddp_experiments import experiment
+from ddp_experiments import experiment, process
 from ddp_experiments.config import Config
 from ddp_experiments.environment import Environment, read, say_once
 from ddp_experiments.errors import Exit, NonFiniteError, NoUsableCheckpoint, PeerFailed, Refused, Stopped
@@ -58,6 +59,8 @@ def work(
 
     Collective: all ranks must call.
     """
+    if environment.agent_store:  # torchrun that is killed leaves its workers behind
+        process.die_with_parent(os.getppid())
     victims: list[PeerFailed] = []
 
     def attempt() -> float | None:
