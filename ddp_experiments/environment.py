@@ -7,7 +7,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 from ddp_experiments.errors import Refused
 
 TELL_SECONDS = 10.0  # so long the other ranks of a machine wait for the one that speaks
+INTERFACES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}  # and how an exact name is written
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Environment:
     master_addr: str = ""
     master_port: int = 0
     agent_store: bool = False  # the launcher's own store listens on master_addr:master_port
+    forgetful: bool = False  # torchrun, but without its store nothing outlives a round of workers
 
 
 def read(variables: Mapping[str, str] | None = None) -> Environment:
@@ -72,6 +74,7 @@ def read(variables: Mapping[str, str] | None = None) -> Environment:
         master_addr=env.get("MASTER_ADDR", ""),
         master_port=number("MASTER_PORT", 0),
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        forgetful=env.get("TORCHELASTIC_USE_AGENT_STORE") == "False",
     )
     inside = (
         result.rank < result.world_size and result.local_rank < result.local_world_size <= result.world_size
@@ -149,9 +152,16 @@ def variables(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def unset(names: Iterable[str]) -> list[str]:
-    """Those of these environment variables that nobody has set."""
-    return [name for name in names if name not in os.environ]
+def interface_variables(name: str) -> dict[str, str]:
+    """What tells gloo and NCCL the network interface, where the user hasn't."""
+    return {variable: exact + name for variable, exact in INTERFACES.items() if not os.environ.get(variable)}
+
+
+def name_interface(name: str) -> bool:
+    """Tell gloo and NCCL the network interface, where the user hasn't; tell whether either was told."""
+    unset = interface_variables(name)
+    os.environ.update(unset)
+    return bool(unset)
 
 
 def available_cores() -> int:

@@ -7,8 +7,9 @@ import platform
 import shlex
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -28,14 +29,16 @@ from ddp_experiments.lock import Lock
 T = TypeVar("T")
 logger = logging.getLogger("ddp_experiments")
 PATCH_BYTES = 1 << 20  # of uncommitted changes; a larger patch is cut and says so
+SHARED_SECONDS = 10.0  # network file systems show new files late
 PACKAGES = ("torch", "hydra-core", "omegaconf", "numpy", "tensorboard", "scikit-learn", "ddp_experiments")
 
 
 class Agreement(Protocol):
-    """What `world.Meeting` offers: decisions of rank 0 that all ranks share before there is a group."""
+    """What `meeting.Meeting` offers: decisions of rank 0 that all ranks share before there is a group."""
 
     def once(self, key: str, make: Callable[[], str]) -> str: ...
     def rank0_decides(self, key: str, decide: Callable[[], T]) -> T: ...
+    def all_say(self, key: str, value: T) -> list[T]: ...
 
 
 @dataclass(frozen=True)
@@ -230,10 +233,42 @@ def claim(config: Config, origin: Origin, agreement: Agreement, *, rank: int, ho
     answer = agreement.rank0_decides("run", decide)
     run = Run(Path(answer["folder"]), rank == 0, answer["continued"], lock[0] if lock else None)
     try:
+        _check_shared(run, token, agreement, rank)
         yield run
     finally:
         if run.lock:
             run.lock.release()
+
+
+def _check_shared(run: Run, token: str, agreement: Agreement, rank: int) -> None:
+    """See that every rank has the run's folder before its eyes, and not one of its own machine.
+
+    Raises:
+        Refused: a rank hasn't, on all ranks alike; what was made for this start is gone again.
+    """
+    end = time.monotonic() + SHARED_SECONDS
+    while not (sees := Lock(run.folder, token).is_seen()) and time.monotonic() < end:
+        time.sleep(0.1)
+    blind = [who for who in agreement.all_say("sees", None if sees else [rank, socket.gethostname()]) if who]
+    if not blind:
+        return
+    if run.lock and not run.continued:
+        run.lock.release()
+        _remove(run.folder)
+    ranks = ", ".join(f"rank {who} on {host}" for who, host in blind)
+    raise Refused(
+        f"{ranks}: {run.folder} of rank 0 isn't there; start all ranks where outputs/ is on storage that all "
+        "machines share, at the same path"
+    )
+
+
+def _remove(folder: Path) -> None:
+    """Take back what `claim` made, and the folders above as far as they are empty."""
+    for name in ("config.yaml", "lock"):
+        (folder / name).unlink(missing_ok=True)
+    for path in (folder, folder.parent, folder.parent.parent):
+        with suppress(OSError):  # something is in it
+            path.rmdir()
 
 
 def names_a_run(config: Config) -> bool:

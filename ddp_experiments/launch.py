@@ -89,6 +89,11 @@ def faults(config: Config, environment: Environment, words: Sequence[str]) -> It
     for key, default in own.items():
         if (value := getattr(mode, key)) != default:
             yield f"mode.{key}={value} is for starting without torchrun; leave it out, torchrun has --{key}"
+    if environment.forgetful and not (config.run_id or config.resume.run):
+        yield (
+            "torchrun keeps its store to itself (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or etcd): workers "
+            "that are started again would not find their run; add run_id=NAME"
+        )
 
 
 def _own_start_faults(mode: Mode, words: Sequence[str]) -> Iterator[str]:

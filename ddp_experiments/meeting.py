@@ -23,6 +23,7 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from ddp_experiments import network
 from ddp_experiments.config import Mode
 from ddp_experiments.environment import Environment
 from ddp_experiments.errors import Exit, NonFiniteError, NoUsableCheckpoint, PeerFailed, Refused, Stopped
@@ -64,23 +65,27 @@ class Meeting:
         """The launcher's own store; where it has none, one that rank 0 hosts at the address it gave.
 
         Raises:
-            Refused: another program has the port.
+            Refused: another program has the port, or the address can't be right.
+            RuntimeError: nothing answers at the address.
         """
         address, port = self.environment.master_addr, self.environment.master_port
+        seconds = network.patience(self.environment, self.timeout.total_seconds())
         try:
-            return TCPStore(
+            store = TCPStore(
                 address,
                 port,
                 is_master=hosts,
                 wait_for_workers=False,
                 multi_tenant=True,
-                timeout=self.timeout,
+                timeout=timedelta(seconds=seconds),
             )
-        except dist.DistNetworkError as error:
+        except dist.DistError as error:
             if hosts and "EADDRINUSE" in str(error):
                 taken = f"port {port}, MASTER_PORT, is taken by another program"
                 raise Refused(f"{taken}; set another one for all ranks") from None
-            raise
+            raise network.unreachable(self.environment, error) from None
+        store.set_timeout(self.timeout)
+        return store
 
     def _round(self) -> str:
         """A name for this round of workers, agreed by all ranks, however often the store was used before.
@@ -163,8 +168,24 @@ class Meeting:
         if self.store is None:
             return [value]
         rank, world_size = self.environment.rank, self.environment.world_size
-        self.store.set(f"{key}/{rank}", json.dumps(value))
-        return [self._wait(f"{key}/{r}", r) for r in range(world_size)] if rank == 0 else []
+        store, keys = self.store, [f"{key}/{r}" for r in range(world_size)]
+        store.set(keys[rank], json.dumps(value))
+        if rank > 0:
+            return []
+        self._until(
+            lambda: store.check(keys) or self._failed(),
+            lambda: [r for r, name in enumerate(keys) if not store.check([name])],
+        )
+        return [json.loads(said) for said in store.multi_get(keys)]
+
+    def all_say(self, key: str, value: T) -> list[T]:
+        """Every rank's value, by rank, as plain values. Collective: all ranks must call.
+
+        Raises:
+            as `gather`.
+        """
+        said = self.gather(key, value)
+        return self.rank0_decides(f"{key}/all", lambda: said)
 
     def rank0_decides(self, key: str, decide: Callable[[], T]) -> T:
         """Rank 0's decision, as JSON, for all ranks; its refusal is raised on all of them.
@@ -303,27 +324,28 @@ class _Lookout:
 
     def __init__(self, meeting: Meeting) -> None:
         self.meeting, self.ended = meeting, threading.Event()
-        # a connection of its own: the main thread's may be waiting in a call
-        self.store = PrefixStore(f"ddpx/{meeting.round}", meeting._client())
         threading.Thread(target=self._look, name="lookout", daemon=True).start()
 
     def _look(self) -> None:
         with suppress(dist.DistError, RuntimeError):  # the launcher is gone; it takes the workers along
+            # a connection of its own: the main thread's may be waiting in a call
+            store = PrefixStore(f"ddpx/{self.meeting.round}", self.meeting._client())
             while not self.ended.wait(LOOK_SECONDS):
-                if self.store.check(["cause"]):
+                if store.check(["cause"]):
+                    self._leave(json.loads(store.get("cause")))
                     break
-        if self.ended.is_set():
-            return
+
+    def _leave(self, cause: dict[str, Any]) -> None:
+        """Let this rank end, or end it."""
         if self.meeting.abort is not None:
             self.meeting.abort()
-        with suppress(dist.DistError, RuntimeError):
-            cause, me = json.loads(self.store.get("cause")), self.meeting.environment.rank
-            is_late = me in cause.get("silent", ())
-            if not self.ended.wait(LATE_SECONDS if is_late else LEAVE_SECONDS):
-                frames = "".join(traceback.format_stack(_main_frame())[-6:])
-                why = "did not come" if is_late else f"goes on though rank {cause['rank']} has failed"
-                os.write(2, f"[rank {me}] this rank {why}; it was here:\n{frames}".encode())
-                os._exit(Exit.FAILED)
+        me = self.meeting.environment.rank
+        is_late = me in cause.get("silent", ())
+        if not self.ended.wait(LATE_SECONDS if is_late else LEAVE_SECONDS):
+            frames = "".join(traceback.format_stack(_main_frame())[-6:])
+            why = "did not come" if is_late else f"goes on though rank {cause['rank']} has failed"
+            os.write(2, f"[rank {me}] this rank {why}; it was here:\n{frames}".encode())
+            os._exit(Exit.FAILED)
 
     def close(self) -> None:
         self.ended.set()

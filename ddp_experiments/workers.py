@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ddp_experiments.config import Config
-from ddp_experiments.environment import Environment, unset, variables
+from ddp_experiments.environment import Environment, interface_variables, variables
 from ddp_experiments.errors import Exit, Stopped, WorkersFailed
 from ddp_experiments.identity import Origin
 from ddp_experiments.rendezvous import BACKEND, FINAL, Machines, offer
@@ -150,7 +150,7 @@ def _workers_variables(planned: Environment) -> dict[str, str]:
     found = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if planned.nnodes == 1 and loopback:
-        found |= dict.fromkeys(unset(["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]), loopback[0])
+        found |= interface_variables(loopback[0])
     return found
 
 

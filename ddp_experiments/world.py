@@ -17,6 +17,7 @@ import torch.distributed.nn.functional  # before the first group: its defaults w
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from ddp_experiments import network
 from ddp_experiments.config import Backend, Mode, ModeName
 from ddp_experiments.environment import Environment, available_cores
 from ddp_experiments.meeting import Meeting
@@ -184,6 +185,7 @@ def _open_group(mode: Mode, environment: Environment, meeting: Meeting, device: 
     automatic = "nccl" if device.type == "cuda" else "gloo"
     backend = automatic if mode.backend is Backend.auto else mode.backend.value
     assert meeting.store is not None
+    network.use_interface(environment, meeting.all_say)
     with signals_at_once():  # it waits in C++, where handlers aren't called
         dist.init_process_group(
             backend,

@@ -7,6 +7,7 @@ The pool plays torchrun's part: it hosts a store for each start and sets the var
 import json
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import threading
@@ -112,8 +113,14 @@ class Pool:
         before = set(_runs(cwd))
         store = None
         if ranks:
+            listener = socket.create_server(("127.0.0.1", 0))  # IPv4 alone: c10d looks up the others' names
             store = dist.TCPStore(
-                "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+                "127.0.0.1",
+                listener.getsockname()[1],
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=60),
+                master_listen_fd=listener.detach(),
             )
         logs = [cwd / f".console.{i}" for i in range(count)]
         for i, worker in enumerate(workers):

@@ -23,6 +23,9 @@ TWO_NODES = {  # rank 3 of 2 machines with 2 processes each
 }
 
 
+TORCHRUNS = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")
+
+
 def without(variables: dict[str, str], *names: str) -> dict[str, str]:
     return {k: v for k, v in variables.items() if k not in names}
 
@@ -46,10 +49,11 @@ READ = {
             nnodes=2,
             master_addr="host",
             master_port=29500,
+            forgetful=True,
         ),
     ),
     "a launcher that doesn't count machines": (
-        without(TWO_NODES, "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"),
+        without(TWO_NODES, "GROUP_RANK", "GROUP_WORLD_SIZE", *TORCHRUNS),
         Environment(
             launched=True,
             rank=3,

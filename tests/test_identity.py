@@ -8,22 +8,26 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
+from torch.distributed import TCPStore
 
-from ddp_experiments import identity
+from ddp_experiments import environment, identity
+from ddp_experiments.config import Config, Mode, ModeName
 from ddp_experiments.data import Splits
 from ddp_experiments.data.digits import digits
 from ddp_experiments.errors import Refused
 from ddp_experiments.identity import changes
 from ddp_experiments.lock import Lock, _start_time
+from ddp_experiments.meeting import Meeting
 from ddp_experiments.models.mlp import MLP as Model
 from ddp_experiments.tasks import Classification
 from tests import compare
-from tests.ranks import ROOT
+from tests.ranks import ROOT, launcher_variables
 
 MLP = ["experiment=digits_mlp", "train.max_epochs=null", "mode.threads=1", "log.every_steps=1"]
 CONSTANT = [*MLP, "scheduler=constant"]
@@ -466,3 +470,54 @@ def test_values_of_the_environment_are_in_no_file_of_a_run(train, tmp_path, plac
     assert len(files) > 8
     assert [p.name for p in files if SECRET.encode() in p.read_bytes()] == []
     assert "oc.env:TEST_SECRET" in (result.folder / "config.yaml").read_text()
+
+
+# ---- storage that not all machines see
+
+
+@pytest.mark.parametrize("continued", [False, True])
+def test_folder_that_one_rank_does_not_see_is_refused_on_all_and_left_as_it_was(
+    tmp_path, monkeypatch, continued
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(identity, "SHARED_SECONDS", 0.5)
+    folder = tmp_path / "outputs" / "x" / "y"
+    if continued:
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text("name: x\n")
+    before = sorted(tmp_path.rglob("*"))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    mode = Mode(
+        name=ModeName.multigpu, nnodes=1, nproc_per_node="auto", init_timeout_seconds=20, timeout_seconds=5
+    )
+    refusals = {}
+
+    def rank_0(meeting):
+        config = Config(name="x", run_id="y")
+        with identity.claim(config, identity.Origin({"name": "x"}), meeting, rank=0, horizon=False):
+            pass
+
+    def rank_1(meeting):
+        meeting.once("token", str)
+        meeting.rank0_decides("run", dict)
+        run = identity.Run(folder, False, continued, None)
+        identity._check_shared(run, "what the lock on its own disk doesn't say", meeting, 1)
+
+    def start(rank, work):
+        variables = launcher_variables(rank, 2, store.port)
+        try:
+            work(Meeting(environment.read(variables), mode))
+        except Refused as refusal:
+            refusals[rank] = refusal.faults
+
+    threads = [threading.Thread(target=start, args=(r, w)) for r, w in enumerate((rank_0, rank_1))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    fault = (
+        f"rank 1 on {socket.gethostname()}: {folder} of rank 0 isn't there; start all ranks where outputs/ "
+        "is on storage that all machines share, at the same path"
+    )
+    assert refusals == {0: (fault,), 1: (fault,)}
+    assert [p for p in sorted(tmp_path.rglob("*")) if p.name != "lock"] == before

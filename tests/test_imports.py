@@ -27,7 +27,8 @@ FLOORS = [  # a room imports only rooms of floors below its own
     {"metrics"},
     {"identity", "tasks", "world"},
     {"meeting"},
-    {"config", "data", "environment", "events", "lock", "models"},
+    {"config", "data", "events", "lock", "models", "network"},
+    {"environment"},
     {"errors", "process"},
 ]
 WITHOUT_TORCH = [
@@ -40,6 +41,7 @@ WITHOUT_TORCH = [
     "identity",
     "launch",
     "lock",
+    "network",
     "preflight",
     "process",
     "sweep",

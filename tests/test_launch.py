@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from ddp_experiments import environment, launch
-from tests.ranks import ROOT
+from tests.ranks import ROOT, launcher_variables
 
 TINY = ("debug=tiny", "mode.threads=1", "eval.test=false")
 
@@ -172,3 +172,10 @@ def test_rank_that_is_refused_alone_says_so(monkeypatch, capsys, tmp_path):
         with pytest.raises(SystemExit, match="2"):
             launch.refuse(["no", "never", "no"])
         assert capsys.readouterr().err.count("  - no\n  - never\n") == count
+
+
+def test_run_that_restarted_workers_could_not_find_again_needs_a_name(train, tmp_path):
+    env = launcher_variables(0, 1, 29500) | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
+    result = train(*TINY, env=env)
+    assert result.exit_codes == [2] and "add run_id=NAME" in result.text, result.text
+    assert list(tmp_path.iterdir()) == []

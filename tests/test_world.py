@@ -1,6 +1,7 @@
 """Ranks meet, agree, and leave."""
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from ddp_experiments.config import Backend, Mode, ModeName
 from ddp_experiments.environment import Environment
-from ddp_experiments.errors import NoUsableCheckpoint, Refused
+from ddp_experiments.errors import NoUsableCheckpoint, PeerFailed, Refused
 from ddp_experiments.meeting import Meeting
 from ddp_experiments.world import choose_device, choose_threads, device_faults, join
 from tests import compare
@@ -58,6 +59,8 @@ def meet(store: dist.Store, world_size: int, seconds: int = 20) -> list[Meeting]
         thread.start()
     for thread in threads:
         thread.join()
+    for meeting in filter(None, found):
+        meeting.close()  # no thread that looks out for failures outlives a test
     return [m for m in found if m is not None]
 
 
@@ -104,6 +107,36 @@ def test_a_refusal_of_rank_0_is_raised_on_all_ranks(store: dist.Store, error: Ex
     assert {str(a) for a in answers} == {str(error)}
 
 
+def test_every_rank_hears_what_all_say(store: dist.Store) -> None:
+    for start in range(3):  # no start hears an earlier one
+        meetings = meet(store, 3)
+        answers = all_ranks(
+            meetings, lambda m, s=start: m.all_say("who", {"rank": m.environment.rank, "start": s})
+        )
+        assert answers == [[{"rank": rank, "start": start} for rank in range(3)]] * 3
+        assert all_ranks(meetings, lambda m: m.all_say("nothing", None)) == [[None] * 3] * 3
+    assert Meeting(Environment(), mode()).all_say("first", 1) == [1]
+
+
+def test_ranks_that_say_nothing_are_named(store: dist.Store) -> None:
+    meetings = meet(store, 4)
+    for meeting in meetings:
+        meeting.timeout = timedelta(seconds=1 if meeting.environment.rank == 0 else 20)
+    silent = (1, 3)
+
+    def say(meeting: Meeting) -> object:
+        try:
+            return meeting.environment.rank in silent or meeting.all_say("key", 0)
+        except RuntimeError as error:
+            meeting.settle(error)
+            raise
+
+    answers = all_ranks(meetings, say)
+    line = "rank 0 waited 1 s for rank 1, 3 of 4: start all"
+    assert str(answers[0]).startswith(line), answers
+    assert isinstance(answers[2], PeerFailed) and line in str(answers[2]), answers
+
+
 def test_a_missing_rank_is_named_within_the_deadline(store: dist.Store) -> None:
     with pytest.raises(RuntimeError, match=r"waited 1 s for rank 1 of 2.*mode\.init_timeout_seconds"):
         Meeting(environment(0, 2, store.port), mode(init_timeout_seconds=1))
@@ -122,6 +155,19 @@ def test_a_taken_port_is_named_with_the_remedy() -> None:
             Refused, match=f"port {port}, MASTER_PORT, is taken by another program; set another"
         ):
             Meeting(here, mode(init_timeout_seconds=5))
+
+
+def test_a_launcher_that_does_not_answer_is_named_with_what_to_try() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(RuntimeError) as error:
+        Meeting(environment(1, 2, port), mode(init_timeout_seconds=1))
+    said = str(error.value)
+    assert said.startswith(
+        f"rank 1 on {socket.gethostname()} can't reach the launcher's store at MASTER_ADDR="
+    )
+    assert f"127.0.0.1, port {port}: 127.0.0.1 doesn't answer (" in said and "--local-addr" in said, said
+    assert "\n" not in said
 
 
 def test_one_process_joins_without_a_group() -> None:
