@@ -118,13 +118,13 @@ class Meeting:
         """Wait, in Python: a signal's handler isn't called while the store waits in C++.
 
         Raises:
-            RuntimeError: it takes too long.
+            PeerFailed: it takes too long.
         """
         end, pause = time.monotonic() + self.timeout.total_seconds(), 0.001
         while not is_true():
             if time.monotonic() > end:
                 who = f"rank {', '.join(map(str, missing()))} of {self.environment.world_size}"
-                raise RuntimeError(
+                raise PeerFailed(
                     f"rank {self.environment.rank} waited {self.timeout.seconds} s for {who}: start all of "
                     "them, or raise mode.init_timeout_seconds"
                 )
@@ -162,8 +162,7 @@ class Meeting:
         Collective: all ranks must call.
 
         Raises:
-            PeerFailed, Refused, NoUsableCheckpoint, Stopped: a rank has failed meanwhile.
-            RuntimeError: a rank has not come in time.
+            PeerFailed, Refused, NoUsableCheckpoint, Stopped: a rank has failed, or has not come in time.
         """
         if self.store is None:
             return [value]
@@ -224,8 +223,9 @@ class Meeting:
         told = _as_told(error) | {"rank": self.environment.rank, "host": socket.gethostname()}
         with suppress(dist.DistError, RuntimeError):  # the launcher is gone, and its store
             self.store.set(f"failing/{self.environment.rank}", "")
-            lost = any(sign in str(error).lower() for sign in LOST)
-            if lost or isinstance(error, PeerFailed):  # what another rank has done, or not done
+            peer = isinstance(error, PeerFailed)
+            lost = not peer and any(sign in str(error).lower() for sign in LOST)
+            if lost or peer:  # what another rank has done, or not done
                 silent = self._silent()
                 if lost and silent:
                     who = f"rank {', '.join(map(str, silent))} did not come or is gone"
@@ -359,6 +359,8 @@ def _as_told(error: BaseException) -> dict[str, Any]:
     """An error as plain values."""
     name, text = type(error).__name__, str(error).strip().partition("\n")[0]
     told = {"type": name, "text": f"{name}: {text}" if text else name, "kind": "failed"}
+    if isinstance(error, PeerFailed):
+        told["text"] = text
     told["traceback"] = "".join(traceback.format_exception(error))
     if isinstance(error, Refused):
         return told | {"kind": "refused", "faults": list(error.faults)}

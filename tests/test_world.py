@@ -1,7 +1,6 @@
 """Ranks meet, agree, and leave."""
 
 import json
-import re
 import socket
 import threading
 from collections.abc import Callable
