@@ -106,22 +106,12 @@ class Pool:
             per_rank: more variables of some ranks.
             words_of: more words of some ranks.
         """
-        import torch.distributed as dist
-
         count = max(1, ranks)
         workers = self._fresh(count)
         before = set(_runs(cwd))
         store = None
         if ranks:
-            listener = socket.create_server(("127.0.0.1", 0))  # IPv4 alone: c10d looks up the others' names
-            store = dist.TCPStore(
-                "127.0.0.1",
-                listener.getsockname()[1],
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=60),
-                master_listen_fd=listener.detach(),
-            )
+            store = loopback_store()
         logs = [cwd / f".console.{i}" for i in range(count)]
         for i, worker in enumerate(workers):
             variables = dict(env or {}) | (per_rank or {}).get(i, {})
@@ -143,6 +133,21 @@ class Pool:
     def close(self) -> None:
         for rank in self.ranks:
             rank.stop()
+
+
+def loopback_store() -> Any:
+    """A store as torchrun has one, on IPv4 alone: c10d looks up names of others, which may take seconds."""
+    import torch.distributed as dist
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    return dist.TCPStore(
+        "127.0.0.1",
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+        master_listen_fd=listener.detach(),
+    )
 
 
 def launcher_variables(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -19,7 +19,7 @@ from ddp_experiments.errors import NoUsableCheckpoint, PeerFailed, Refused
 from ddp_experiments.meeting import Meeting
 from ddp_experiments.world import choose_device, choose_threads, device_faults, join
 from tests import compare
-from tests.ranks import Result
+from tests.ranks import Result, loopback_store
 
 
 def mode(**changes: object) -> Mode:
@@ -28,9 +28,7 @@ def mode(**changes: object) -> Mode:
 
 @pytest.fixture
 def store() -> dist.Store:
-    return dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
-    )
+    return loopback_store()
 
 
 def environment(rank: int, world_size: int, port: int) -> Environment:
