@@ -90,21 +90,21 @@ def _plain(node: Container) -> Any:
 # ---- the folder
 
 
-def new_folder(parent: Path) -> Path:
-    """Make a folder named by the clock; of several starts in the same second each gets its own.
+def new_folder(parent: Path, name: str = "") -> Path:
+    """Make a folder named by the clock, or otherwise; of several starts in the same second each gets its own.
 
     Raises:
         Refused: it can't be made.
     """
-    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    stamp = name or datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        for name in (stamp, *(f"{stamp}_{i}" for i in range(2, 10_000))):
+        for folder in (parent / stamp, *(parent / f"{stamp}_{i}" for i in range(2, 10_000))):
             try:
-                (parent / name).mkdir()
+                folder.mkdir()
             except FileExistsError:
                 continue
-            return parent / name
+            return folder
     except OSError as error:
         raise _unwritable(parent, error) from None
     raise Refused(f"no free name below {parent}; give run_id=NAME")

@@ -301,7 +301,7 @@ def _finish(
         job.note(sweep.DONE, value=value)
         return value
     job.note("failed", error=cause["text"])
-    job.log(f"{cause['traceback']}\n{cause['text']}")
+    job.log(cause["traceback"], cause["text"])
     if environment.rank == 0:
         said = identity.last_word(origin.folder, cause["text"])
         print(f"job {job.number} failed: {said}", file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,8 +134,9 @@ class Folder:
         """Print and write the table."""
         if self.speaks:
             found = rows(self.path)
-            write_table(self.path, found)
             print(table(self.path, found), file=sys.stderr, flush=True)
+            with _told("sweep.csv"):
+                write_table(self.path, found)
         if self.lock is not None:
             self.lock.release()
 
@@ -176,11 +177,15 @@ def together(config: Config, plan: Plan, environment: Environment) -> Folder:
     Raises:
         Refused: the folder is something else, can't be made, or is in use.
     """
-    locks: list[Lock] = []
+    from ddp_experiments.meeting import Meeting
+
+    if config.mode.node_rank:  # the machine with node_rank 0 decides; all have the same name for it
+        return Folder(_other_machines(config, plan), None, speaks=False)
+    meeting, locks = Meeting(environment, config.mode), list[Lock]()
 
     def decide() -> str:
-        path = choose_folder(config.name, config.run_id)
-        lock = Lock(path, launch_token())
+        path = Path(meeting.once("sweep", lambda: str(choose_folder(config.name, config.run_id))))
+        lock = Lock(path, meeting.once("token", launch_token))
         lock.acquire()
         locks.append(lock)
         if (path / "jobs.json").exists():
@@ -188,25 +193,18 @@ def together(config: Config, plan: Plan, environment: Environment) -> Folder:
         write_json(path / "jobs.json", asdict(plan))
         return str(path)
 
-    if config.mode.node_rank:  # the machine with node_rank 0 decides; all have the same name for it
-        return Folder(_other_machines(config), None, speaks=False)
-    if not environment.launched:
-        return Folder(Path(decide()), locks[0], speaks=True)
-    from ddp_experiments.meeting import Meeting
-
-    meeting = Meeting(environment, config.mode)
     try:
-        path = Path(meeting.rank0_decides("sweep", decide))
+        path = Path(meeting.rank0_decides("folder", decide))
     finally:
         meeting.close()
     return Folder(path, locks[0] if locks else None, speaks=bool(locks))
 
 
-def _other_machines(config: Config) -> Path:
-    """The folder that the machine with node_rank 0 makes."""
+def _other_machines(config: Config, plan: Plan) -> Path:
+    """The folder, once the machine with node_rank 0 has written the plan of these jobs there."""
     path = Path("outputs") / config.name / str(config.run_id)
     end = time.monotonic() + config.mode.init_timeout_seconds
-    while not (path / "jobs.json").exists():
+    while not (path / "jobs.json").exists() or not plan.jobs.keys() <= read_plan(path).jobs.keys():
         if time.monotonic() > end:
             seconds = config.mode.init_timeout_seconds
             raise Refused(
@@ -226,6 +224,7 @@ class Job:
 
     number: int
     folder: Path
+    key: str  # what it trains
     overrides: list[str]  # what varies
     length: list[Any]
     metric: str
@@ -237,7 +236,9 @@ class Job:
         """{folder, done, value}: claim the job's folder, or find the job done already."""
         before = read_job(self.folder)
         value = before.get("value")
-        if before.get("status") == DONE and before["length"] == self.length:
+        if before.get("key", self.key) != self.key:  # values drawn anew, that are written alike
+            self.folder = new_folder(self.folder.parent, self.folder.name)
+        elif before.get("status") == DONE and before["length"] == self.length:
             return {"folder": str(self.folder), "done": True, "value": value}
         self.folder.mkdir(parents=True, exist_ok=True)
         self.note("running")
@@ -249,6 +250,7 @@ class Job:
             return
         body = {
             "job": self.number,
+            "key": self.key,
             "overrides": self.overrides,
             "status": status,
             "metric": self.metric,
@@ -258,14 +260,27 @@ class Job:
             "error": error,
             "length": self.length,
         }
-        write_json(self.folder / "job.json", body)
+        with _told("job.json"):
+            write_json(self.folder / "job.json", body)
 
-    def log(self, text: str) -> None:
+    def log(self, traceback: str, why: str) -> None:
         """Add to the job's own log what its ranks may not have been able to write."""
-        log = self.folder / "train.log"
-        if self.writes and not (log.exists() and text.strip() in log.read_text()):
+        log, innermost = self.folder / "train.log", "\n".join(traceback.strip().splitlines()[-3:])
+        if not self.writes:
+            return
+        with _told("train.log"):
+            known = log.exists() and innermost in log.read_text()
             with log.open("a") as file:
-                file.write(text.rstrip() + "\n")
+                file.write(f"{why}\n" if known else f"{traceback.rstrip()}\n{why}\n")
+
+
+@contextmanager
+def _told(name: str) -> Iterator[None]:
+    """A file that can't be written, on a full disk say, is told; the sweep goes on."""
+    try:
+        yield
+    except OSError as error:
+        print(f"{name} not written: {error.strerror}; the sweep goes on", file=sys.stderr, flush=True)
 
 
 def read_job(folder: Path) -> dict[str, Any]:
@@ -289,12 +304,14 @@ def job_of(
     """A job with its place in the folder: the planned one, or a new one where values are drawn on the way."""
     plan = read_plan(folder)
     swept = [o for o in overrides if split(o)[0] not in plan.given]
-    planned = plan.jobs.get(key_of(settings, swept, horizon))
+    key = key_of(settings, swept, horizon)
+    planned = plan.jobs.get(key)
     name = planned.folder if planned else job_name(number, 3, swept)
     values = dict(flat(settings))
     return Job(
         number=int(name.partition("_")[0]),
         folder=folder / name,
+        key=key,
         overrides=swept,
         length=[values.get(k) for k in HORIZON],
         metric=config.checkpoint.metric,

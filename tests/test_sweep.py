@@ -353,6 +353,42 @@ def test_a_sweep_by_torchrun_ends_with_exit_code_1_if_a_job_failed(start: Start,
     assert list(statuses(the_sweep(tmp_path)).values()) == ["failed", "done"], done.stderr
 
 
+# ---- what a job's folder says
+
+
+def a_job(folder: Path, *, key: str = "a", length: int = 3) -> sweep.Job:
+    return sweep.Job(0, folder, key, ["seed=0"], [None, length], "accuracy", "max", writes=True)
+
+
+def test_a_job_that_is_done_is_not_begun_again_unless_it_is_to_be_longer(tmp_path: Path) -> None:
+    first = a_job(tmp_path / "00_x")
+    assert not first.begin()["done"]
+    assert not a_job(tmp_path / "00_x").begin()["done"]  # it was interrupted
+    first.note("done", value=0.5)
+    assert a_job(tmp_path / "00_x").begin() == {"folder": str(tmp_path / "00_x"), "done": True, "value": 0.5}
+    assert not a_job(tmp_path / "00_x", length=4).begin()["done"]
+
+
+def test_another_job_of_the_same_name_gets_a_folder_of_its_own(tmp_path: Path) -> None:
+    a_job(tmp_path / "000_lr=0.1", key="0.1").begin()
+    other = a_job(tmp_path / "000_lr=0.1", key="0.1000001").begin()
+    assert other["folder"] == str(tmp_path / "000_lr=0.1_2")
+
+
+def test_a_traceback_is_once_in_the_log_of_a_job(tmp_path: Path) -> None:
+    job = a_job(tmp_path / "00_x")
+    job.begin()
+    trace = "Traceback (most recent call last):\n  File x\n    frame()\nValueError: no\n"
+    log = tmp_path / "00_x/train.log"
+    log.write_text("12:00 ERROR the run failed\n" + trace.replace("File x", "File w, in more\n  File x"))
+    for _ in range(2):
+        job.log(trace, "rank 0 on h: ValueError: no")
+    assert log.read_text().count("Traceback") == 1
+    (tmp_path / "00_x/train.log").unlink()
+    job.log(trace, "rank 1 on h: ValueError: no")
+    assert log.read_text() == trace + "rank 1 on h: ValueError: no\n"
+
+
 # ---- as a person reads it
 
 
@@ -362,7 +398,7 @@ def test_the_table_names_every_job_and_the_best(tmp_path: Path) -> None:
         plan.add(str(i), [f"seed={i}"], 2)
         folder = tmp_path / f"0{i}_seed={i}"
         folder.mkdir()
-        job = sweep.Job(i, folder, [f"seed={i}"], [None, 3], "accuracy", "max", writes=True)
+        job = sweep.Job(i, folder, str(i), [f"seed={i}"], [None, 3], "accuracy", "max", writes=True)
         job.note(
             "failed" if value is None else "done", value=value, error="" if value else "rank 1 on h: E: x"
         )
