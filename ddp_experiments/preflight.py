@@ -44,12 +44,11 @@ class Preflight(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         words = _task_overrides(config)
 
-        def check_run() -> list[str]:
-            cfg = _compose(kwargs["config_name"], words)
-            return check.faults(cfg, launch.typed_words())
+        def look() -> list[str]:
+            found = list(check.orphans(words, config.hydra.runtime.choices))
+            return found or check.faults(_compose(kwargs["config_name"], words), launch.typed_words())
 
-        choices = config.hydra.runtime.choices
-        if found := list(check.orphans(words, choices)) or _found(check_run):
+        if found := _found(look):
             launch.refuse(found)
         Preflight.passed = True
 
@@ -61,9 +60,7 @@ class Preflight(Callback):
         Preflight.passed = True
         assert Preflight.folder is not None
         path = Preflight.folder.path.resolve()
-        if (
-            checked.is_basic
-        ):  # Hydra's own way composes a job three times, keeps all results, tells one failure
+        if checked.is_basic:  # Hydra composes a job three times, keeps all results, and tells one failure
             try:
                 code = launch.run_sweep(path, checked.origins())
             except Exception:
