@@ -102,10 +102,11 @@ def agent_folder() -> Path | None:
     return file.parents[2] if len(file.parents) > 2 and file.parents[1].name.startswith("attempt_") else None
 
 
-def say_once(text: str) -> None:
+def say_once(text: str, *, is_final: bool = True) -> None:
     """Print what all ranks of a machine have to say alike, once, also over restarts of the workers.
 
-    And end torchrun, where it would start them again: they would end the same way.
+    Args:
+        is_final: and end torchrun, where it would start them again: they would end the same way.
     """
     folder = agent_folder()
     plain = re.sub(r"rank \d+ on \S+: ", "", text)  # the others say whose it is
@@ -116,7 +117,7 @@ def say_once(text: str) -> None:
             time.sleep(0.02)
     if first_on_machine() if mark is None else not mark.exists():
         print(text, file=sys.stderr, flush=True)
-    if first_on_machine():
+    if first_on_machine() and is_final:
         stop_restarts()
     if mark:
         with suppress(OSError):

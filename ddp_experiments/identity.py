@@ -76,10 +76,13 @@ def _plain(node: Container) -> Any:
     """Plain values, resolved; what needs the environment to be found at all stays as it is."""
 
     def entry(key: Any) -> Any:
+        raw = node._get_node(key)._value()  # type: ignore[union-attr]
         try:
             value = node[key]
         except OmegaConfBaseException:
-            return node._get_node(key)._value()  # type: ignore[union-attr]
+            return raw
+        if isinstance(value, str) and "${oc.env:" in value:
+            return raw  # what is around it, a decoder say, is still to be done
         return _plain(value) if isinstance(value, Container) else value
 
     if isinstance(node, ListConfig):

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from ddp_experiments import identity, sweep
 from ddp_experiments.config import OPEN_GROUPS, Config, Mode, ModeName
 from ddp_experiments.environment import Environment, read, say_once
-from ddp_experiments.errors import Exit, Refused, Stopped, WorkersFailed
+from ddp_experiments.errors import Exit, PeerFailed, Refused, Stopped, WorkersFailed
 from ddp_experiments.identity import Origin
 from ddp_experiments.targets import takes
 
@@ -259,52 +259,63 @@ def run_job(folder: Path, number: int, config: Config, origin: Origin) -> float 
         JobFailed: it failed; the same on all ranks.
         Stopped, KeyboardInterrupt: the sweep is to end.
     """
-    environment, meeting = read(), None
-    writes = environment.rank == 0 and not config.mode.node_rank
-    settings, horizon = origin.settings, has_horizon(config)
-    job = sweep.job_of(folder, number, origin.overrides, config, settings, horizon=horizon, writes=writes)
-    try:
-        if environment.launched:
-            from ddp_experiments.meeting import Meeting
+    from ddp_experiments.meeting import Meeting
 
-            meeting = Meeting(environment, config.mode)
-        begun = meeting.rank0_decides("job", job.begin) if meeting else job.begin()
+    environment, jobs = read(), list[sweep.Job]()
+    meeting = Meeting(environment, config.mode)
+
+    def begin() -> dict[str, Any]:
+        overrides, horizon, writes = origin.overrides, has_horizon(config), not config.mode.node_rank
+        jobs.append(sweep.job_of(folder, number, overrides, config, origin.settings, horizon, writes=writes))
+        return jobs[0].begin()
+
+    try:
+        begun = meeting.rank0_decides("job", begin)
         if begun["done"]:
             value: float | None = begun["value"]
             return value
-        return _finish(job, config, replace(origin, folder=begun["folder"]), environment, meeting)
+        return _finish(jobs, config, replace(origin, folder=begun["folder"]), environment, meeting)
+    except (OSError, PeerFailed, Refused) as error:  # its folder can't be had
+        if environment.rank == 0:
+            print(f"job {number} failed: {error}", file=sys.stderr, flush=True)
+        raise JobFailed(f"job {number} failed: {error}") from error
     finally:
-        if meeting is not None:
-            meeting.close()
+        meeting.close()
 
 
 def _finish(
-    job: sweep.Job, config: Config, origin: Origin, environment: Environment, meeting: "Meeting | None"
+    jobs: Sequence[sweep.Job], config: Config, origin: Origin, environment: Environment, meeting: "Meeting"
 ) -> float | None:
-    """Run a job that isn't done, and write down what has become of it."""
+    """Run a job that isn't done, and write down what has become of it.
+
+    Args:
+        jobs: the job, where this process writes it down.
+    """
     value, cause = None, None
     try:
-        if meeting is None:
-            value = start_workers(config, origin, environment)
-        else:
+        if environment.launched:
             from ddp_experiments import rank
 
             value, cause = rank.work_in_step(config, origin, environment, meeting)
+        else:
+            value = start_workers(config, origin, environment)
     except (Stopped, KeyboardInterrupt):
-        job.note("interrupted")
+        for job in jobs:
+            job.note("interrupted")
         raise
     except WorkersFailed as error:
         cause = {"text": str(error), "traceback": error.traceback}
     except Exception as error:  # the machines can't meet, say
         cause = {"text": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
     if cause is None:
-        job.note(sweep.DONE, value=value)
+        for job in jobs:
+            job.note(sweep.DONE, value=value)
         return value
-    job.note("failed", error=cause["text"])
-    job.log(cause["traceback"], cause["text"])
-    if environment.rank == 0:
+    for job in jobs:
+        job.note("failed", error=cause["text"])
+        job.log(cause["traceback"], cause["text"])
         said = identity.last_word(origin.folder, cause["text"])
         print(f"job {job.number} failed: {said}", file=sys.stderr, flush=True)
     if "stays" in cause:
         sys.exit(Exit.FAILED)  # ranks that aren't all there can't go on to the next job
-    raise JobFailed(f"job {job.number} failed: {cause['text']}")
+    raise JobFailed(f"{origin.folder}: {cause['text']}")

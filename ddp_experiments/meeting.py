@@ -6,11 +6,8 @@ job of a sweep, can't be read by a later one.
 
 import json
 import math
-import os
 import re
 import socket
-import sys
-import threading
 import time
 import traceback
 import uuid
@@ -27,14 +24,11 @@ from ddp_experiments import network
 from ddp_experiments.config import Mode
 from ddp_experiments.environment import Environment
 from ddp_experiments.errors import Exit, NonFiniteError, NoUsableCheckpoint, PeerFailed, Refused, Stopped
+from ddp_experiments.lookout import LATE_SECONDS, LEAVE_SECONDS, Lookout
 
 T = TypeVar("T")
 PACKAGE = Path(__file__).parent
 ABOUT = ("loop", "experiment", "recorder")  # modules whose functions say what a rank was about
-LOOK_SECONDS = 0.5  # between two looks at whether another rank has failed
-LEAVE_SECONDS = 15.0  # so long a rank may take to end after another one has failed
-LATE_SECONDS = 1.0  # so long the ranks whose collective failed wait for one another's word
-LOST = ("timed out", "closed by peer", "reset by peer", "broken pipe", "timeout")  # in errors of collectives
 OWN_ERRORS = (Refused, NoUsableCheckpoint, NonFiniteError)  # all ranks agree on them and raise them alike
 
 
@@ -48,9 +42,9 @@ class Meeting:
         self.cause: dict[str, Any] | None = None
         self.abort: Callable[[], None] | None = None  # of a group whose calls don't end by themselves
         self._spoken = False
-        self._lookout: _Lookout | None = None
+        self._lookout: Lookout | None = None
         if environment.launched and environment.master_port:
-            self.launcher_store = self._client(hosts=not environment.agent_store and environment.rank == 0)
+            self.launcher_store = self.client(hosts=not environment.agent_store and environment.rank == 0)
             self.round = self._round()
             if environment.rank == 0:
                 self.launcher_store.delete_key("ddpx/cause")  # of an attempt before
@@ -59,9 +53,9 @@ class Meeting:
             self.timeout = max(self.timeout, timedelta(seconds=mode.timeout_seconds))
             self.store.set_timeout(self.timeout)
             if environment.world_size > 1:
-                self._lookout = _Lookout(self)
+                self._lookout = Lookout(self)
 
-    def _client(self, hosts: bool = False) -> Store:
+    def client(self, hosts: bool = False) -> Store:
         """The launcher's own store; where it has none, one that rank 0 hosts at the address it gave.
 
         Raises:
@@ -201,6 +195,9 @@ class Meeting:
                 answer = {"refused": refusal.faults}
             except NoUsableCheckpoint as error:
                 answer = {"unusable": str(error)}
+            except Exception as error:
+                self.settle(error)
+                raise
             self.store.set(key, json.dumps(answer))
         answer = self._wait(key, 0)
         if "refused" in answer:
@@ -223,9 +220,9 @@ class Meeting:
         told = _as_told(error) | {"rank": self.environment.rank, "host": socket.gethostname()}
         with suppress(dist.DistError, RuntimeError):  # the launcher is gone, and its store
             self.store.set(f"failing/{self.environment.rank}", "")
-            peer = isinstance(error, PeerFailed)
-            lost = not peer and any(sign in str(error).lower() for sign in LOST)
-            if lost or peer:  # what another rank has done, or not done
+            self.store.add("failing", 1)
+            lost = _is_of_a_collective(error)
+            if lost or isinstance(error, PeerFailed):  # what another rank has done, or not done
                 silent = self._silent()
                 if lost and silent:
                     who = f"rank {', '.join(map(str, silent))} did not come or is gone"
@@ -238,12 +235,14 @@ class Meeting:
 
     def _silent(self) -> list[int]:
         """The ranks that say nothing of a failure, though a collective has failed that they take part in."""
-        assert self.store is not None
-        keys = [f"failing/{r}" for r in range(self.environment.world_size)]
+        store, world_size = self.store, self.environment.world_size
+        assert store is not None
         end = time.monotonic() + LATE_SECONDS
-        while time.monotonic() < end and not self.store.check(keys) and not self.store.check(["cause"]):
+        while time.monotonic() < end and store.add("failing", 0) < world_size and not store.check(["cause"]):
             time.sleep(0.05)
-        return [r for r, key in enumerate(keys) if not self.store.check([key])]
+        if store.check(["cause"]):
+            return []
+        return [r for r in range(world_size) if not store.check([f"failing/{r}"])]
 
     def look(self) -> dict[str, Any] | None:
         """Why a rank has failed in this round, as the first one told; None if none has."""
@@ -283,28 +282,44 @@ class Meeting:
         if "silent" in self.cause:
             raise PeerFailed(self.cause["text"]) from error
 
-    def verdict(self, error: BaseException | None) -> dict[str, Any] | None:
+    def verdict(self, error: BaseException | None, stop: Exit | None) -> dict[str, Any] | None:
         """Why a job of a sweep failed, if it did: the same on all ranks, when all have left the job.
 
         Collective: all ranks must call. A rank that doesn't leave, long after another has failed, ends the
         sweep: `stays` in the answer names it.
+
+        Args:
+            stop: a signal that this rank got and could not heed.
+
+        Raises:
+            Stopped: a rank got one, or was stopped.
         """
         if self.store is None:
             return None if error is None else _as_told(error) | {"rank": 0, "host": socket.gethostname()}
         if error is not None:
             self.blame(error)
         self.close()
-        keys = [f"left/{r}" for r in range(self.environment.world_size)]
-        self.store.set(keys[self.environment.rank], "")
-        end = math.inf
-        while not self.store.check(keys):
+        if stop is not None:
+            self.store.set("stop", str(int(stop)))
+        self.store.set(f"left/{self.environment.rank}", "")
+        self.store.add("left", 1)
+        end, pause, world_size = math.inf, 0.005, self.environment.world_size
+        while self.store.add("left", 0) < world_size:
             cause = self.look()
             if cause is not None:  # the lookout ends late ranks
                 end = min(end, time.monotonic() + (3 * LATE_SECONDS if "silent" in cause else LEAVE_SECONDS))
                 if time.monotonic() > end:
-                    return cause | {"stays": [r for r, key in enumerate(keys) if not self.store.check([key])]}
-            time.sleep(0.01)
-        return self.look()
+                    return cause | {
+                        "stays": [r for r in range(world_size) if not self.store.check([f"left/{r}"])]
+                    }
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        cause = self.look()
+        if cause is not None and cause["kind"] == "stopped":
+            raise Stopped(Exit(cause["code"]))
+        if self.store.check(["stop"]):
+            raise Stopped(Exit(int(self.store.get("stop"))))
+        return cause
 
     # ---- leaving
 
@@ -317,42 +332,6 @@ class Meeting:
         """The round is over for this rank."""
         if self._lookout is not None:
             self._lookout.close()
-
-
-class _Lookout:
-    """A thread that sees that another rank has failed, even while this rank waits or computes for long."""
-
-    def __init__(self, meeting: Meeting) -> None:
-        self.meeting, self.ended = meeting, threading.Event()
-        threading.Thread(target=self._look, name="lookout", daemon=True).start()
-
-    def _look(self) -> None:
-        with suppress(dist.DistError, RuntimeError):  # the launcher is gone; it takes the workers along
-            # a connection of its own: the main thread's may be waiting in a call
-            store = PrefixStore(f"ddpx/{self.meeting.round}", self.meeting._client())
-            while not self.ended.wait(LOOK_SECONDS):
-                if store.check(["cause"]):
-                    self._leave(json.loads(store.get("cause")))
-                    break
-
-    def _leave(self, cause: dict[str, Any]) -> None:
-        """Let this rank end, or end it."""
-        if self.meeting.abort is not None:
-            self.meeting.abort()
-        me = self.meeting.environment.rank
-        is_late = me in cause.get("silent", ())
-        if not self.ended.wait(LATE_SECONDS if is_late else LEAVE_SECONDS):
-            frames = "".join(traceback.format_stack(_main_frame())[-6:])
-            why = "did not come" if is_late else f"goes on though rank {cause['rank']} has failed"
-            os.write(2, f"[rank {me}] this rank {why}; it was here:\n{frames}".encode())
-            os._exit(Exit.FAILED)
-
-    def close(self) -> None:
-        self.ended.set()
-
-
-def _main_frame() -> Any:
-    return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def _as_told(error: BaseException) -> dict[str, Any]:
@@ -371,6 +350,11 @@ def _as_told(error: BaseException) -> dict[str, Any]:
     if isinstance(error, KeyboardInterrupt):
         return told | {"kind": "stopped", "code": int(Exit.INTERRUPTED)}
     return told
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    """Tell whether an error comes from the network between the ranks, and not from what they do."""
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "/gloo/" in str(error))
 
 
 def _place_of(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -53,26 +54,32 @@ class Preflight(Callback):
         Preflight.passed = True
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        given = OverridesParser.create().parse_overrides(_task_overrides(config))
-        checked = Checked(config, kwargs["config_name"], given)
-        if found := checked.faults() or _found(lambda: self._claim(checked)):
+        made: list[Checked] = []
+
+        def look() -> list[str]:
+            parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+            made.append(
+                Checked(config, kwargs["config_name"], parser.parse_overrides(_task_overrides(config)))
+            )
+            if found := made[0].faults():
+                return found
+            Preflight.folder = sweep.together(made[0].config, made[0].plan, environment.read())
+            return []
+
+        if found := _found(look):
             launch.refuse(found)
         Preflight.passed = True
         assert Preflight.folder is not None
         path = Preflight.folder.path.resolve()
-        if checked.is_basic:  # Hydra composes a job three times, keeps all results, and tells one failure
+        if made[0].is_basic:  # Hydra composes a job three times, keeps all results, and tells one failure
             try:
-                code = launch.run_sweep(path, checked.origins())
+                code = launch.run_sweep(path, made[0].origins())
             except Exception:
                 traceback.print_exc()
                 code = Exit.FAILED
             sys.exit(code)
         config.hydra.sweep.dir = str(path)  # and for every job, wherever it is composed:
         config.hydra.overrides.hydra.append(f"hydra.sweep.dir={sweep.quoted(str(path))}")
-
-    def _claim(self, checked: "Checked") -> list[str]:
-        Preflight.folder = sweep.together(checked.config, checked.plan, environment.read())
-        return []
 
 
 class Checked:

@@ -101,20 +101,22 @@ def work_in_step(
             request.deferring = True
             failure = error
             meeting.blame(error)
-            tell(error, environment, guilty=meeting.guilty())
-        cause = meeting.verdict(failure)
+            tell(error, environment, guilty=meeting.guilty(), is_final=False)
+        cause = meeting.verdict(failure, request.exit_code)
     if cause is not None:
         cause["text"] = f"rank {cause['rank']} on {cause['host']}: {cause['text']}"
-        if cause["kind"] == "stopped":
-            raise Stopped(Exit(cause["code"]))
     return value, cause
 
 
-def tell(error: Exception, environment: Environment, *, guilty: bool) -> Exit:
-    """Print what ended this rank, unless another rank does; its exit code."""
+def tell(error: Exception, environment: Environment, *, guilty: bool, is_final: bool = True) -> Exit:
+    """Print what ended this rank, unless another rank does; its exit code.
+
+    Args:
+        is_final: no restart would help, nor is there another job.
+    """
     notes = getattr(error, "__notes__", [])  # the last line: cause, rank, host, step, what to type
     if isinstance(error, NoUsableCheckpoint):
-        say_once(str(error))
+        say_once(str(error), is_final=is_final)
         return Exit.NO_CHECKPOINT
     if isinstance(error, NonFiniteError | PeerFailed):
         speaks = environment.rank == 0 if isinstance(error, NonFiniteError) else guilty

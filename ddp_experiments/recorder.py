@@ -82,7 +82,7 @@ class Recorder:
         if self.writer.error is not None:
             raise self.writer.error
         if failed.item():  # host sync
-            raise RuntimeError("another rank could not write the last checkpoint")
+            raise PeerFailed("another rank could not write the last checkpoint")
 
 
 class Progress:

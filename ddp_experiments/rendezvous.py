@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import _TERMINAL_STATE_SYNC_ID
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -21,12 +22,14 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.utils.store import barrier
 
 from ddp_experiments.errors import Exit, Refused, WorkersFailed
 
 BACKEND = "ddp_experiments"
 FINAL = {"refused": Exit.REFUSED, "unusable": Exit.NO_CHECKPOINT}  # ways to fail that a restart doesn't cure
 LOOPBACK = "127.0.0.1"
+PART_SECONDS = 10.0  # so long machines wait for one another when it is over
 
 
 class Machines(RendezvousHandler):
@@ -44,6 +47,7 @@ class Machines(RendezvousHandler):
         self.endpoint = endpoint
         self.attempt = 0
         self.store: Store | None = None
+        self.agents: Store | None = None  # as the agents see it
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other machines, at the first start and at every restart of the workers."""
@@ -59,7 +63,7 @@ class Machines(RendezvousHandler):
             if time.monotonic() > end:
                 raise self._missing(missing)
             time.sleep(0.05)
-        store = PrefixStore(f"agents/{self.name}/{self.attempt}", self.store)
+        self.agents = store = PrefixStore(f"agents/{self.name}/{self.attempt}", self.store)
         return RendezvousInfo(store, self.node_rank, self.nnodes, RendezvousStoreInfo(self.host, self.port))
 
     def _present(self, node_rank: int, ahead: int = 0) -> str:
@@ -133,6 +137,23 @@ class Machines(RendezvousHandler):
             if self.store is not None and self.store.check([f"ddpx/{key}"]):
                 return json.loads(self.store.get(f"ddpx/{key}"))
         return None
+
+    def end_wait_of_others(self) -> None:
+        """Be counted where the agents of machines whose workers ended well wait for this one."""
+        if self.nnodes > 1 and self.agents is not None:
+            with suppress(dist.DistError, RuntimeError):
+                barrier(self.agents, self.nnodes, _TERMINAL_STATE_SYNC_ID, PART_SECONDS)
+
+    def part(self) -> None:
+        """Keep the store until the other machines have heard how it ended."""
+        if self.store is None or self.nnodes == 1:
+            return
+        with suppress(dist.DistError, RuntimeError):
+            parted = f"parted/{self.name}"
+            self.store.add(parted, 1)
+            end = time.monotonic() + PART_SECONDS
+            while self.node_rank == 0 and self.store.add(parted, 0) < self.nnodes and time.monotonic() < end:
+                time.sleep(0.05)
 
     # ---- what torch elastic asks
 

@@ -70,6 +70,8 @@ def key_of(settings: Mapping[str, Any], swept: Sequence[str], horizon: bool) -> 
     varied = dict(map(split, swept))
     values = dict(flat(settings))
     parts = {k: v for k, v in values.items() if resume_rule(k, horizon) != "free" or _under(k, varied)}
+    if settings.get("eval_only"):  # what is evaluated
+        parts |= {k: v for k, v in values.items() if k in ("from_run", "eval.weights")}
     known = {k for k in varied if any(_under(v, [k]) for v in values)}
     parts |= {f"{k}=": v for k, v in varied.items() if k not in known}  # a preset, say
     text = json.dumps(parts, sort_keys=True, default=str)
@@ -115,6 +117,7 @@ class Plan:
             if key not in jobs:
                 number, _, rest = job.folder.partition("_")
                 jobs[key] = Planned(f"{len(jobs):0{len(number)}d}_{rest}", job.overrides)
+            jobs[key] = Planned(jobs[key].folder, job.overrides)  # what varies now
         self.jobs = jobs
 
 
@@ -238,6 +241,9 @@ class Job:
         value = before.get("value")
         if before.get("key", self.key) != self.key:  # values drawn anew, that are written alike
             self.folder = new_folder(self.folder.parent, self.folder.name)
+        elif before.get("status") == DONE and _is_shorter(self.length, before["length"]):
+            longer = " ".join(f"{k}={v}" for k, v in zip(HORIZON, before["length"], strict=True))
+            raise Refused(f"{self.folder} is done with {longer}, longer than now; give another run_id=NAME")
         elif before.get("status") == DONE and before["length"] == self.length:
             return {"folder": str(self.folder), "done": True, "value": value}
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -283,6 +289,11 @@ def _told(name: str) -> Iterator[None]:
         print(f"{name} not written: {error.strerror}; the sweep goes on", file=sys.stderr, flush=True)
 
 
+def _is_shorter(length: Sequence[int | None], before: Sequence[int | None]) -> bool:
+    pairs = zip(length, before, strict=True)
+    return any(now is not None and (was is None or now < was) for now, was in pairs)
+
+
 def read_job(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads((folder / "job.json").read_text())
@@ -297,8 +308,8 @@ def job_of(
     overrides: Sequence[str],
     config: Config,
     settings: Mapping[str, Any],
-    *,
     horizon: bool,
+    *,
     writes: bool,
 ) -> Job:
     """A job with its place in the folder: the planned one, or a new one where values are drawn on the way."""

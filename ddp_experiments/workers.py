@@ -72,27 +72,44 @@ def start(config: Config, origin: Origin, planned: Environment) -> float | None:
             elastic_launch(launch, sys.executable)(*command)
         return _value(machines)
     except SignalException as stop:
-        raise Stopped(_exit_code(stop.sigval)) from None
+        machines.end_wait_of_others()
+        raise _stopped(stop.sigval, machines) from None
     except ChildFailedError as error:
         raise _why(error.failures, machines) from None
     finally:
+        machines.part()
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _value(machines: Machines) -> float | None:
     """What rank 0 says in the end."""
     said = machines.word("end")
-    if said is None and machines.node_rank == 0:
+    if said is None:
         raise WorkersFailed("rank 0 ended early and without a word", Exit.FAILED, told=False)
-    if said is not None and "stopped" in said:  # the workers got a signal, this process didn't
+    if "stopped" in said:  # the workers got a signal, this process didn't
         raise Stopped(Exit(said["stopped"]))
-    return None if said is None else said["value"]
+    value: float | None = said["value"]
+    return value
+
+
+def _stopped(number: signal.Signals, machines: Machines) -> Stopped | WorkersFailed:
+    """What a signal has led to: the workers have saved, unless they failed at it."""
+    cause, folder = machines.word("cause"), machines.word("folder")
+    if cause is not None and cause["kind"] != "stopped":
+        text = f"rank {cause['rank']} on {cause['host']}: {cause['text']}"
+        return WorkersFailed(text, Exit.FAILED, told=True, traceback=cause["traceback"], folder=folder)
+    if folder is not None and machines.word("end") is None:
+        name = signal.Signals(number).name
+        return WorkersFailed(f"after {name} the workers did not save", Exit.FAILED, told=False, folder=folder)
+    return Stopped(_exit_code(number))
 
 
 def _why(failures: dict[int, ProcessFailure], machines: Machines) -> WorkersFailed:
     """What ended the workers: the first rank that told, or one that was killed and couldn't."""
     cause, folder, here = machines.word("cause"), machines.word("folder"), socket.gethostname()
     killed = {r: f for r, f in failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM}
+    if cause is not None and cause["kind"] == "stopped":  # by the agent, since another one failed
+        cause = None
     if cause is not None:
         killed = {r: f for r, f in killed.items() if r in cause.get("silent", ())}
     if killed:
@@ -121,23 +138,26 @@ def _exit_code(number: signal.Signals) -> Exit:
 
 @contextmanager
 def _forwarded_signals(folder: str) -> Iterator[None]:
-    """The first signal goes to the workers, which save and leave; the second one ends them and us at once."""
+    """The first signal goes to the workers, which save and leave; a second Ctrl-C ends all at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     seen: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if seen:  # the workers die with this process
+        seen.append(number)
+        if seen.count(signal.SIGINT) > 1:  # the workers die with this process
             shutil.rmtree(folder, ignore_errors=True)
             os._exit(_exit_code(signal.Signals(seen[0])))
-        seen.append(number)
+        if len(seen) > 1:
+            return  # they are about it
         sent = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
         raise SignalException(f"got {sent.name}", sigval=sent)
 
     before = {number: signal.getsignal(number) for number in (*FORWARDED, signal.SIGQUIT)}
     for number in FORWARDED:
-        signal.signal(number, on_signal)
+        if before[number] != signal.SIG_IGN:  # by nohup
+            signal.signal(number, on_signal)
     try:
         yield
     finally:

@@ -42,6 +42,10 @@ def sound(
         raise RuntimeError("injected")
     if kind.startswith("sleep"):
         time.sleep(float(kind[5:]))
+    if kind == "die":
+        os._exit(5)
+    if kind.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, kind))
     generator = torch.Generator().manual_seed(data_seed)
 
     def part(n: int) -> TensorData:
@@ -149,6 +153,8 @@ class Faulty:
             logging.getLogger("ddp_experiments").warning("injected")
         if kind == "raise":
             raise RuntimeError("injected")
+        if kind == "timeout":
+            raise TimeoutError("read timed out: a store of objects")
         if kind == "exit":
             raise SystemExit(7)
         if kind and kind.startswith("sleep"):

@@ -347,6 +347,7 @@ def test_questions_are_answered_without_torch_and_without_a_trace(start, tmp_pat
 
 def test_environment_values_are_saved_as_they_were_typed(monkeypatch):
     monkeypatch.setenv("TOP", "hunter2")
+    monkeypatch.setenv("NUMBER", "64")
     cfg = OmegaConf.create(
         {
             "a": "${oc.env:TOP}",
@@ -358,13 +359,15 @@ def test_environment_values_are_saved_as_they_were_typed(monkeypatch):
             "j": {"hunter2": 1},
             "n": 3,
             "m": "${n}",
+            "o": "${oc.decode:${oc.env:NUMBER}}",
         }
     )
     saved = identity.saved_form(cfg)
     assert "hunter2" not in json.dumps({**saved, "j": None})
-    assert saved["a"] == "${oc.env:TOP}" and saved["b"] == "https://${oc.env:TOP}@host"
-    assert saved["c"] == ["${oc.env:TOP}", {"d": "${oc.env:TOP}"}] == saved["e"]["f"]
+    assert saved["a"] == "${oc.env:TOP}" and saved["b"] == "https://${a}@host"
+    assert saved["c"] == ["${oc.env:TOP}", {"d": "${..0}"}] == saved["e"]["f"]
     assert saved["k"] == "${j.${oc.env:TOP}}" and saved["m"] == 3
+    assert saved["o"] == "${oc.decode:${oc.env:NUMBER}}"  # a number, wherever it is read again
     again = OmegaConf.create(saved)
     assert OmegaConf.to_container(again, resolve=True) == OmegaConf.to_container(cfg, resolve=True)
 

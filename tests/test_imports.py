@@ -27,6 +27,7 @@ FLOORS = [  # a room imports only rooms of floors below its own
     {"metrics"},
     {"identity", "tasks", "world"},
     {"meeting"},
+    {"lookout"},
     {"config", "data", "events", "lock", "models", "network"},
     {"environment"},
     {"errors", "process"},

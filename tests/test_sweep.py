@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,8 +18,9 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from ddp_experiments import sweep
+from ddp_experiments.errors import Refused
 from tests import compare
-from tests.ranks import ROOT, Result
+from tests.ranks import LAUNCHER, ROOT, Result
 
 MLP = ("experiment=digits_mlp", "train.max_epochs=null", "train.max_steps=8", "mode.threads=1")
 FAULTY = (
@@ -128,6 +130,12 @@ def test_a_free_setting_that_is_swept_makes_different_jobs() -> None:
     swept = ["train.num_workers=0"], ["train.num_workers=2"]
     assert sweep.key_of(SETTINGS, swept[0], False) != sweep.key_of(other, swept[1], False)
     assert sweep.key_of(SETTINGS, ["debug=a"], False) != sweep.key_of(SETTINGS, ["debug=b"], False)
+
+
+def test_an_evaluation_is_known_by_what_it_evaluates() -> None:
+    of = SETTINGS | {"eval_only": True, "from_run": "a", "eval": {"weights": "best"}}
+    others = [{"from_run": "b"}, {"eval": {"weights": "last"}}]
+    assert len({sweep.key_of(of | other, [], False) for other in ({}, *others)}) == 3
 
 
 def test_a_value_is_the_same_however_it_is_written() -> None:
@@ -345,6 +353,42 @@ def test_a_sweep_on_ranks_of_a_launcher_can_be_started_again(train: Train, tmp_p
     assert "continuing after step 4" in again.text and again.text.count("2 rank(s) on cpu") == 1
 
 
+def test_globs_choose_options(train: Train) -> None:
+    result = train(*MLP, "mode=multigpu", "-m", "scheduler=glob(co*,exclude=cos*)", "seed=1", ranks=1).ok()
+    assert [f.name for f in result.folders] == ["00_scheduler=constant"]
+
+
+@pytest.mark.slow
+def test_a_sweep_by_torchrun_keeps_its_folder_over_restarts(start: Start, tmp_path: Path) -> None:
+    env = {"TEST_FAULT": "SIGKILL@5:1", "TEST_FAULT_ONCE": str(tmp_path / "once"), "PYTHONPATH": str(ROOT)}
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1")
+    done = start(*launcher, "train.py", *FAULTY, "mode=multigpu", "-m", "seed=1,2", env=env)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "once").exists()
+    assert statuses(the_sweep(tmp_path)) == {"00_seed=1": "done", "01_seed=2": "done"}
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_sweep_by_torchrun_on_all_ranks(
+    tmp_path: Path, wait_for: Callable[..., None]
+) -> None:
+    words = (*FAULTY, "mode=multigpu", "-m", "seed=1,2,3", "run_id=s")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(ROOT / "train.py")]
+    env = {k: v for k, v in os.environ.items() if k not in LAUNCHER}
+    env |= {"PYTHONPATH": str(ROOT), "TEST_PAUSE": "0.3"}
+    with (tmp_path / ".console").open("w") as console:
+        process = subprocess.Popen([*command, *words], cwd=tmp_path, env=env, stderr=console)
+        job = tmp_path / "outputs/digits_mlp/s/00_seed=1"
+        wait_for(lambda: (job / "metrics.jsonl").exists() and compare.losses(job))
+        process.terminate()
+        assert process.wait(timeout=25) == 1
+    assert statuses(the_sweep(tmp_path)) == {
+        "00_seed=1": "interrupted",
+        "01_seed=2": "not run",
+        "02_seed=3": "not run",
+    }
+
+
 def test_a_sweep_by_torchrun_ends_with_exit_code_1_if_a_job_failed(start: Start, tmp_path: Path) -> None:
     """The one by real torchrun; the others above play its part."""
     env = {"TEST_FAULT": "raise@3:1", "TEST_FAULT_ONCE": str(tmp_path / "once"), "PYTHONPATH": str(ROOT)}
@@ -366,6 +410,10 @@ def test_a_job_that_is_done_is_not_begun_again_unless_it_is_to_be_longer(tmp_pat
     assert not a_job(tmp_path / "00_x").begin()["done"]  # it was interrupted
     first.note("done", value=0.5)
     assert a_job(tmp_path / "00_x").begin() == {"folder": str(tmp_path / "00_x"), "done": True, "value": 0.5}
+    with pytest.raises(
+        Refused, match=r"is done with train\.max_steps=None train\.max_epochs=3, longer than now"
+    ):
+        a_job(tmp_path / "00_x", length=2).begin()
     assert not a_job(tmp_path / "00_x", length=4).begin()["done"]
 
 

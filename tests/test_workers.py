@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_experiments import workers as workers_room
 from tests import compare
 from tests.ranks import LAUNCHER, ROOT, Result
 
@@ -117,6 +118,28 @@ def test_a_killed_rank_is_named_with_its_signal(train: Train) -> None:
     assert "Traceback" not in result.text
 
 
+@pytest.mark.parametrize(
+    ("fault", "said"), [("die@0:1", "ended with exit code 5"), ("SIGKILL@0:1", "was ended by SIGKILL")]
+)
+def test_a_rank_that_dies_before_the_group_exists_is_named(fault: str, said: str, train: Train) -> None:
+    result = train(*FAULTY, "data._target_=tests.probes.sound", env={"TEST_FAULT": fault})
+    assert result.exit_codes == [1]
+    assert f"rank 1 on {socket.gethostname()} {said}" in result.text.strip().splitlines()[-1]
+
+
+def test_an_error_that_speaks_of_time_is_not_taken_for_the_networks(train: Train) -> None:
+    result = train(
+        *MLP,
+        "mode=multigpu",
+        "scheduler._target_=tests.probes.FaultyCosine",
+        ranks=2,
+        env={"TEST_FAULT": "timeout@5:1"},
+    )
+    assert result.exit_codes == [1, 1]
+    assert "TimeoutError on rank 1" in result.texts[1] and "a store of objects" in result.texts[1]
+    assert "did not come" not in result.text
+
+
 def test_sys_exit_in_a_run_is_a_failure(train: Train) -> None:
     result = train(*FAULTY, env={"TEST_FAULT": "exit@5:1"})
     assert result.exit_codes == [1]
@@ -194,6 +217,29 @@ def test_a_signal_saves_and_ends_all_with_its_exit_code(
     assert status["state"] == state
     assert (folder / f"checkpoints/step-{status['step']}").exists()
     assert not list(Path(os.environ.get("TMPDIR", "/tmp")).glob(f"ddp_experiments-*/{process.pid}"))
+
+
+def test_a_second_sigterm_does_not_hinder_the_save(
+    background: Background, wait_for: Callable[..., None], tmp_path: Path
+) -> None:
+    with background(*LONG, "run_id=x") as process:
+        folder = tmp_path / "outputs/digits_mlp/x"
+        wait_for(lambda: (folder / "metrics.jsonl").exists() and compare.losses(folder))
+        for _ in range(2):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.05)
+        assert process.wait(timeout=30) == 143
+    assert json.loads((folder / "status.json").read_text())["state"] == "preempted"
+
+
+def test_signals_that_are_ignored_stay_ignored(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with workers_room._forwarded_signals(str(tmp_path)):
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_nothing_outlives_a_parent_that_is_killed(
@@ -303,6 +349,37 @@ def test_machines_start_their_shares_of_one_run_and_of_a_sweep(
     assert len(folders) == 3
     assert all((f / "rank1.log").exists() and len(list(f.glob("events.*"))) == 1 for f in folders)
     assert len(list(tmp_path.glob("outputs/*/s/sweep.csv"))) == 1
+
+
+@pytest.mark.slow
+def test_machines_end_together_and_know_why(
+    background: Background, wait_for: Callable[..., None], tmp_path: Path
+) -> None:
+    port, folder = free_port(), tmp_path / "outputs/digits_mlp/x"
+    alone = [w for w in LONG if not w.startswith("mode")]
+    with (
+        background(*alone, *share(port, 1), "run_id=x") as other,
+        background(*alone, *share(port, 0), "run_id=x") as first,
+    ):
+        wait_for(lambda: (folder / "metrics.jsonl").exists() and compare.losses(folder))
+        first.send_signal(signal.SIGTERM)
+        assert (first.wait(timeout=40), other.wait(timeout=40)) == (143, 143)
+    assert json.loads((folder / "status.json").read_text())["state"] == "preempted"
+
+
+@pytest.mark.slow
+def test_a_sweep_over_machines_is_started_again_with_other_jobs(
+    start: Start, background: Background, tmp_path: Path
+) -> None:
+    port = free_port()
+    for seeds, runs in (("0", 1), ("5,0,6", 3)):
+        more = ("-m", f"seed={seeds}", "run_id=s")
+        with background(*MLP, *share(port, 1), *more) as other:
+            time.sleep(2)  # the other one is earlier
+            done = start("train.py", *MLP, *share(port, 0), *more)
+            assert done.returncode == 0, done.stderr
+            assert other.wait(timeout=30) == 0
+        assert len(list(tmp_path.glob("outputs/*/s/*/config.yaml"))) == runs
 
 
 @pytest.mark.parametrize("node_rank", [0, 1])

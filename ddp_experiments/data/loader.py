@@ -234,7 +234,8 @@ def _random_state() -> tuple[Any, ...]:
 
 def _stay(rank_process: int, worker: int) -> None:
     """Signals reach the loader's processes, too, but it is the rank that ends them; they never outlive it."""
-    die_with_parent(rank_process)
+    if os.getppid() == rank_process:  # under forkserver it isn't
+        die_with_parent(rank_process)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
