@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import platform
+import re
 import shlex
 import socket
 import subprocess
@@ -29,6 +30,7 @@ from ddp_experiments.lock import Lock
 T = TypeVar("T")
 logger = logging.getLogger("ddp_experiments")
 PATCH_BYTES = 1 << 20  # of uncommitted changes; a larger patch is cut and says so
+OTHER_RESOLVER = re.compile(r"\$\{(?!oc\.env:)[\w.]+:")
 SHARED_SECONDS = 10.0  # network file systems show new files late
 PACKAGES = ("torch", "hydra-core", "omegaconf", "numpy", "tensorboard", "scikit-learn", "ddp_experiments")
 
@@ -81,7 +83,7 @@ def _plain(node: Container) -> Any:
             value = node[key]
         except OmegaConfBaseException:
             return raw
-        if isinstance(value, str) and "${oc.env:" in value:
+        if isinstance(value, str) and "${oc.env:" in value and OTHER_RESOLVER.search(str(raw)):
             return raw  # what is around it, a decoder say, is still to be done
         return _plain(value) if isinstance(value, Container) else value
 

@@ -364,8 +364,8 @@ def test_environment_values_are_saved_as_they_were_typed(monkeypatch):
     )
     saved = identity.saved_form(cfg)
     assert "hunter2" not in json.dumps({**saved, "j": None})
-    assert saved["a"] == "${oc.env:TOP}" and saved["b"] == "https://${a}@host"
-    assert saved["c"] == ["${oc.env:TOP}", {"d": "${..0}"}] == saved["e"]["f"]
+    assert saved["a"] == "${oc.env:TOP}" and saved["b"] == "https://${oc.env:TOP}@host"
+    assert saved["c"] == ["${oc.env:TOP}", {"d": "${oc.env:TOP}"}] == saved["e"]["f"]
     assert saved["k"] == "${j.${oc.env:TOP}}" and saved["m"] == 3
     assert saved["o"] == "${oc.decode:${oc.env:NUMBER}}"  # a number, wherever it is read again
     again = OmegaConf.create(saved)
