@@ -60,7 +60,9 @@ def test_from_run_takes_changes(train):
 
 
 def test_continue_goes_on_with_a_job_of_a_sweep(train):
-    sweep = train(*MLP, "train.max_steps=2", "scheduler=constant", "-m", "optimizer.lr=1e-3,1e-2").ok()
+    sweep = train(
+        *MLP, "train.max_steps=2", "scheduler=constant", "-m", "optimizer.lr=1e-3,1e-2", ranks=1
+    ).ok()
     job = sweep.folders[1]
     assert job.name == "01_lr=0.01"
     train("--continue", str(job), "train.max_steps=4").ok()

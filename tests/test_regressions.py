@@ -175,7 +175,7 @@ def test_what_can_not_be_trained_is_refused_without_a_folder(
 
 def test_every_failed_job_of_a_sweep_is_told(train: Callable[..., Result]) -> None:
     words = ("-m", *MLP, *FAULTY, "optimizer.lr=1e-3,1e-2", "name=s")
-    result = train(*words, env={"TEST_FAULT": "raise@3"})
+    result = train(*words, env={"TEST_FAULT": "raise@3"}, ranks=1)
     assert result.exit_codes == [1]
     for job in (0, 1):
         assert re.search(rf"job {job} failed: rank 0 on \S+: RuntimeError: injected", result.text)

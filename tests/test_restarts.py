@@ -144,6 +144,7 @@ def test_killed_ranks_come_up_again_and_the_run_is_bitwise_the_undisturbed_one(
     check(folder, undisturbed, steps)
 
 
+@pytest.mark.slow
 def test_rank_that_dies_before_there_is_a_group_is_started_again_at_once(
     train: Callable[..., Result], tmp_path: Path
 ) -> None:
@@ -218,7 +219,7 @@ def test_the_same_run_started_again_is_refused_and_the_first_goes_on_unharmed(
     check(tmp_path / "outputs/recorded/a", train(*words(40), "run_id=b", ranks=2).ok().folder, 40)
 
 
-@pytest.mark.parametrize("kind", ["c10d", "static"])
+@pytest.mark.parametrize("kind", ["c10d", pytest.param("static", marks=pytest.mark.slow)])
 def test_two_torchruns_of_one_machine_train_side_by_side(kind: str, tmp_path: Path) -> None:
     with ExitStack() as stack:
         runs = [

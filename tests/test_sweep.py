@@ -313,8 +313,13 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("kind", KINDS)
+ALL = [(kind, rank) for kind in KINDS for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank"),
+    [*ALL[::3], *(pytest.param(*one, marks=pytest.mark.slow) for one in ALL if one not in ALL[::3])],
+)
 def test_a_job_that_fails_on_one_rank_ends_on_all_and_the_next_is_clean(
     kind: str, rank: int, train: Train, tmp_path: Path
 ) -> None:
@@ -494,6 +499,7 @@ ConfigStore.instance().store(group="hydra/sweeper", name="draws", node=Config)
 """
 
 
+@pytest.mark.slow
 def test_a_sweeper_that_draws_gets_the_value_of_each_job(start: Start, tmp_path: Path) -> None:
     (tmp_path / "hydra_plugins").mkdir()
     (tmp_path / "hydra_plugins/draws.py").write_text(DRAWS)

@@ -83,7 +83,7 @@ def serve(logdir: str, cwd: Path) -> tuple[subprocess.Popen[str], str]:
 def board(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Board]:
     """A sweep, a run of two ranks, and a run that was continued with other steps."""
     cwd = tmp_path_factory.mktemp("board")
-    sweep = pool.train(cwd, *MLP, "-m", f"optimizer.lr={','.join(map(str, RATES))}").ok().folders
+    sweep = pool.train(cwd, *MLP, "-m", f"optimizer.lr={','.join(map(str, RATES))}", ranks=1).ok().folders
     single = pool.train(cwd, *MLP, "mode=multigpu", "run_id=two", ranks=2).ok().folder
     words = [*MLP, "scheduler._target_=tests.probes.FaultyCosine", "run_id=again", "checkpoint.every_steps=1"]
     continued = pool.train(cwd, *words, env={"TEST_FAULT": "SIGTERM@2"}).folder
@@ -160,7 +160,7 @@ def test_texts_and_the_chart_of_both_losses_are_served(board):
 
 def test_a_failed_job_of_a_sweep_is_a_failed_session(pool, tmp_path):
     words = [*MLP, "scheduler._target_=tests.probes.FaultyCosine", "-m", "optimizer.lr=1e-3"]
-    result = pool.train(tmp_path, *words, "name=broken", env={"TEST_FAULT": "raise@2"})
+    result = pool.train(tmp_path, *words, "name=broken", ranks=1, env={"TEST_FAULT": "raise@2"})
     assert result.exit_codes != [0]
     process, address = serve("outputs", tmp_path)
     try:

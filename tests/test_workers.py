@@ -84,6 +84,7 @@ def test_without_an_accelerator_it_is_two_processes_and_said(train: Train) -> No
     assert start["overrides"][-1] == "mode.device=cpu" and "train.py" in start["command"]
 
 
+@pytest.mark.slow
 def test_workers_see_the_environment_not_what_it_was_written_down_as(train: Train) -> None:
     result = train(*MLP, *TWO, "name='n${oc.env:TEST_NAME}'", env={"TEST_NAME": "secret"}).ok()
     assert result.folder.parent.name == "nsecret"
@@ -119,7 +120,11 @@ def test_a_killed_rank_is_named_with_its_signal(train: Train) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"), [("die@0:1", "ended with exit code 5"), ("SIGKILL@0:1", "was ended by SIGKILL")]
+    ("fault", "said"),
+    [
+        ("die@0:1", "ended with exit code 5"),
+        pytest.param("SIGKILL@0:1", "was ended by SIGKILL", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_dies_before_the_group_exists_is_named(fault: str, said: str, train: Train) -> None:
     result = train(*FAULTY, "data._target_=tests.probes.sound", env={"TEST_FAULT": fault})
@@ -162,6 +167,7 @@ def test_a_rank_that_does_not_come_is_named_with_phase_and_step(start: Start) ->
     assert time.monotonic() - before < 50
 
 
+@pytest.mark.slow
 def test_exit_codes_of_the_workers_are_those_of_the_program(train: Train) -> None:
     run = train(*FAULTY, "run_id=x").ok().folder
     other = train(*FAULTY, "run_id=x", "seed=7")
@@ -173,6 +179,7 @@ def test_exit_codes_of_the_workers_are_those_of_the_program(train: Train) -> Non
     assert damaged.exit_codes == [3], damaged.text
 
 
+@pytest.mark.slow
 def test_a_failed_worker_is_started_again_if_asked_and_continues(train: Train, tmp_path: Path) -> None:
     env = {"TEST_FAULT": "SIGKILL@6:1", "TEST_FAULT_ONCE": str(tmp_path / "once")}
     result = train(*FAULTY, "mode.max_restarts=1", env=env).ok()
@@ -182,6 +189,7 @@ def test_a_failed_worker_is_started_again_if_asked_and_continues(train: Train, t
     assert compare.largest_difference(compare.weights(result.folder), compare.weights(undisturbed)) == 0
 
 
+@pytest.mark.slow
 def test_a_refusal_is_not_started_again(train: Train) -> None:
     train(*FAULTY, "run_id=x").ok()
     other = train(*FAULTY, "run_id=x", "seed=7", "mode.max_restarts=3")
@@ -196,8 +204,8 @@ def test_a_refusal_is_not_started_again(train: Train) -> None:
     [
         (signal.SIGTERM, 143, "preempted"),
         (signal.SIGINT, 130, "interrupted"),
-        (signal.SIGUSR1, 143, "preempted"),
-        (signal.SIGHUP, 143, "preempted"),
+        pytest.param(signal.SIGUSR1, 143, "preempted", marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, 143, "preempted", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_saves_and_ends_all_with_its_exit_code(
@@ -219,6 +227,7 @@ def test_a_signal_saves_and_ends_all_with_its_exit_code(
     assert not list(Path(os.environ.get("TMPDIR", "/tmp")).glob(f"ddp_experiments-*/{process.pid}"))
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_does_not_hinder_the_save(
     background: Background, wait_for: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -257,7 +266,7 @@ def test_nothing_outlives_a_parent_that_is_killed(
             time.sleep(0.05)
 
 
-@pytest.mark.parametrize("presses", [1, 2])
+@pytest.mark.parametrize("presses", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ctrl_c_in_a_terminal(presses: int, tmp_path: Path) -> None:
     """A real terminal sends the signal to its foreground process group only, which the workers aren't in."""
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER} | {"PYTHONPATH": str(ROOT)}

@@ -223,6 +223,7 @@ def test_a_run_on_cuda_continues_bit_for_bit(train: Callable[..., Result]) -> No
     compare.assert_bitwise_equal(whole, cut)
 
 
+@pytest.mark.slow
 def test_workers_that_torchrun_starts_again_go_on_in_the_same_folder(
     start: Callable[..., CompletedProcess[str]], train: Callable[..., Result], tmp_path: Path
 ) -> None:
