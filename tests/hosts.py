@@ -81,6 +81,10 @@ class Host:
         launcher = [sys.executable, "-m", "torch.distributed.run", *options]
         return self.start([*launcher, str(ROOT / "train.py"), *words], cwd, log, env)
 
+    def python(self, words: Sequence[str], cwd: Path, log: Path) -> subprocess.Popen[bytes]:
+        """train.py by itself on this machine."""
+        return self.start([sys.executable, str(ROOT / "train.py"), *words], cwd, log)
+
     def own_disk(self, folder: Path) -> Path:
         """Put an empty disk of this machine alone at the folder; the way to it from outside."""
         subprocess.run([*self.enter("mount"), "mount", "-t", "tmpfs", "tmpfs", str(folder)], check=True)

@@ -102,6 +102,7 @@ def test_losses_are_those_of_the_golden_file(train: Callable[..., Result]) -> No
         assert row == pytest.approx(wanted, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_two_torchruns_as_two_nodes_are_one_run(
     start: Callable[..., subprocess.CompletedProcess[str]], train: Callable[..., Result], tmp_path: Path
 ) -> None:
@@ -131,6 +132,7 @@ def test_two_torchruns_as_two_nodes_are_one_run(
     assert compare.largest_difference(compare.weights(folder), compare.weights(alone)) < 1e-9
 
 
+@pytest.mark.slow
 def test_ranks_started_by_hand_with_torchruns_variables_are_one_run(tmp_path: Path) -> None:
     port = free_port()
     processes = []

@@ -127,6 +127,18 @@ def test_two_machines_are_one_run_with_the_losses_of_one_process(
 
 
 @pytest.mark.slow
+def test_machines_that_start_their_own_shares_are_one_run_with_the_losses_of_one_process(
+    pair: Callable[..., Pair], alone: Callable[..., list[float]]
+) -> None:
+    both, place = pair(), ("mode=multinode", "mode.nnodes=2", "mode.rdzv_endpoint=10.77.0.1:29500")
+    shares = [(*place, f"mode.node_rank={node}", "mode.nproc_per_node=1", *MLP) for node in (0, 1)]
+    programs = [both.hosts[n].python(shares[n], both.folder, both.logs[n]) for n in (0, 1)]
+    assert both.codes(*programs) == [0, 0], both.texts()
+    assert_same_losses(both.run(), alone(*MLP))
+    assert both.line("rank1.log", "interface").endswith("rank 1 on hostB: interface vB, 10.77.0.2")
+
+
+@pytest.mark.slow
 def test_master_by_a_name_that_means_loopback_on_its_own_machine_is_reached(
     pair: Callable[..., Pair],
 ) -> None:

@@ -140,7 +140,11 @@ WRAPPED = ("--no-python", "sh", "-c", f'{sys.executable} {ROOT / "train.py"} "$@
 
 @pytest.mark.parametrize(
     ("fault", "restarts", "late"),
-    [("seed=-1", 3, False), ("seed=-1", 0, True), ("model._target_=no.Such", 3, True)],
+    [
+        ("seed=-1", 3, False),
+        pytest.param("seed=-1", 0, True, marks=pytest.mark.slow),
+        pytest.param("model._target_=no.Such", 3, True, marks=pytest.mark.slow),
+    ],
 )
 def test_refusal_under_torchrun_is_told_once_and_not_tried_again(start, tmp_path, fault, restarts, late):
     (tmp_path / "sitecustomize.py").write_text(LATE if late else "")
@@ -154,6 +158,7 @@ def test_refusal_under_torchrun_is_told_once_and_not_tried_again(start, tmp_path
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_refusal_leaves_a_parent_alone_that_is_not_torchrun_and_is_told_once(start, tmp_path):
     launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1", *WRAPPED)
     result = start(*launcher, "mode=multigpu", "seed=-1", env={"TMPDIR": str(tmp_path)})

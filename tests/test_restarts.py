@@ -176,7 +176,8 @@ def test_rank_that_dies_before_there_is_a_group_is_started_again_at_once(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("starts", [4, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("starts", [4, 10])
 def test_starts_of_the_same_moment_are_as_many_whole_runs(starts: int, tmp_path: Path) -> None:
     go, line = tmp_path / "go", [w for w in words(4) if w != "mode=multigpu"]
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER}
@@ -203,6 +204,7 @@ def test_starts_of_the_same_moment_are_as_many_whole_runs(starts: int, tmp_path:
         check(folder, folders[0], 4)
 
 
+@pytest.mark.slow
 def test_the_same_run_started_again_is_refused_and_the_first_goes_on_unharmed(
     train: Callable[..., Result], tmp_path: Path
 ) -> None:
@@ -219,7 +221,8 @@ def test_the_same_run_started_again_is_refused_and_the_first_goes_on_unharmed(
     check(tmp_path / "outputs/recorded/a", train(*words(40), "run_id=b", ranks=2).ok().folder, 40)
 
 
-@pytest.mark.parametrize("kind", ["c10d", pytest.param("static", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["c10d", "static"])
 def test_two_torchruns_of_one_machine_train_side_by_side(kind: str, tmp_path: Path) -> None:
     with ExitStack() as stack:
         runs = [

@@ -242,6 +242,7 @@ def test_a_failed_job_leaves_the_others_alone_and_is_tried_anew(train: Train, tm
     assert compare.largest_difference(compare.weights(folder / "00_lr=0.001"), compare.weights(lone)) == 0
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_one_failed_job_and_fail_fast_ends_the_sweep(train: Train, tmp_path: Path) -> None:
     result = train(
         *FAULTY,
@@ -257,6 +258,7 @@ def test_a_killed_worker_is_one_failed_job_and_fail_fast_ends_the_sweep(train: T
     assert re.search(r"checkpoints/step-\d; go on with: python train.py --continue outputs/", result.text)
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_killed_goes_on_where_it_was(
     background: Background, wait_for: Callable[..., None], train: Train, tmp_path: Path
 ) -> None:

@@ -76,6 +76,7 @@ def test_own_workers_torchrun_and_one_process_show_the_same_curve(
     assert sorted(p.name for p in own.glob("*.log")) == ["rank1.log", "train.log"]
 
 
+@pytest.mark.slow
 def test_without_an_accelerator_it_is_two_processes_and_said(train: Train) -> None:
     result = train(*MLP, "mode=multigpu", "mode.device=cpu").ok()
     assert "no accelerator here: 2 CPU processes (mode.nproc_per_node=auto)" in result.text
@@ -145,12 +146,14 @@ def test_an_error_that_speaks_of_time_is_not_taken_for_the_networks(train: Train
     assert "did not come" not in result.text
 
 
+@pytest.mark.slow
 def test_sys_exit_in_a_run_is_a_failure(train: Train) -> None:
     result = train(*FAULTY, env={"TEST_FAULT": "exit@5:1"})
     assert result.exit_codes == [1]
     assert "something called sys.exit(7) in the run" in result.text.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_with_phase_and_step(start: Start) -> None:
     before = time.monotonic()
     done = start(
@@ -203,7 +206,7 @@ def test_a_refusal_is_not_started_again(train: Train) -> None:
     ("number", "code", "state"),
     [
         (signal.SIGTERM, 143, "preempted"),
-        (signal.SIGINT, 130, "interrupted"),
+        pytest.param(signal.SIGINT, 130, "interrupted", marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR1, 143, "preempted", marks=pytest.mark.slow),
         pytest.param(signal.SIGHUP, 143, "preempted", marks=pytest.mark.slow),
     ],
@@ -345,6 +348,7 @@ def share(port: int, node_rank: int) -> list[str]:
     return ["mode=multinode", "mode.nnodes=2", "mode.nproc_per_node=1", *place]
 
 
+@pytest.mark.slow
 def test_machines_start_their_shares_of_one_run_and_of_a_sweep(
     start: Start, background: Background, tmp_path: Path
 ) -> None:
