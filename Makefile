@@ -37,3 +37,4 @@ benchmark: setup  ## print the measured ratios of benchmarks/
 	$(BIN)/python -m benchmarks.loop
 	$(BIN)/python -m benchmarks.data
 	$(BIN)/python -m benchmarks.startup
+	$(BIN)/python -m benchmarks.sweep

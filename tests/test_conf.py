@@ -8,7 +8,7 @@ import yaml
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from ddp_experiments import check, cli, launch, targets
+from ddp_experiments import check, cli, identity, launch, preflight, targets
 from ddp_experiments import config as schema
 from ddp_experiments.environment import read
 from tests.ranks import ROOT, launcher_variables
@@ -164,3 +164,33 @@ def test_settings_of_this_machine_are_taken_when_they_exist(train, tmp_path):
     run = train("debug=tiny", "--config-dir", str(tmp_path / "own")).ok().folder
     saved = yaml.safe_load((run / "config.yaml").read_text())
     assert (saved["mode"]["threads"], saved["seed"]) == (1, 5)
+
+
+JOBS = [
+    [
+        "optimizer.lr=1e-3",
+        "seed=1",
+        "train.precision=fp32",
+        "mode.threads=auto",
+        "train.clip_norm=null",
+        "name=a",
+    ],
+    ["optimizer.lr=1e-2", "seed=2", "train.precision=fp64", "mode.threads=2", "train.clip_norm=1", "name=a"],
+    ["optimizer.lr=0.5", "seed=3", "train.precision=bf16", "mode.threads=1", "train.clip_norm=0.5", "name=a"],
+]
+
+
+def test_a_job_of_a_sweep_that_is_made_from_a_copy_is_the_one_that_hydra_composes():
+    compose = preflight.Composer("config")
+    for number, job in enumerate(JOBS):
+        assert compose.is_quick(job[:-1]) == (number > 0)
+        made, wanted = compose(job, job[:-1]), preflight._compose("config", job)
+        assert identity.saved_form(made) == identity.saved_form(wanted)
+        assert schema.typed(made) == schema.typed(wanted)
+
+
+@pytest.mark.parametrize("word", ["model=mlp", "model.channels=[8,8]", "+model.more=1", "optimizer={lr:1}"])
+def test_what_is_no_plain_value_is_composed_by_hydra(word):
+    compose = preflight.Composer("config")
+    compose([], [])
+    assert not compose.is_quick(["seed=1", word])
