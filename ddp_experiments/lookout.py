@@ -17,6 +17,7 @@ from ddp_experiments.errors import Exit
 
 LOOK_SECONDS = 0.5  # between two looks
 LEAVE_SECONDS = 15.0  # so long a rank may take to end after another one has failed
+CLOSE_SECONDS = 20.0  # so long its connection may take, where names are looked up slowly
 LATE_SECONDS = 1.0  # so long the ranks whose collective failed wait for one another's word
 
 
@@ -35,7 +36,8 @@ class Lookout:
 
     def __init__(self, meeting: Round) -> None:
         self.meeting, self.ended = meeting, threading.Event()
-        threading.Thread(target=self._look, name="lookout", daemon=True).start()
+        self.thread = threading.Thread(target=self._look, name="lookout", daemon=True)
+        self.thread.start()
 
     def _look(self) -> None:
         with suppress(dist.DistError, RuntimeError):  # the launcher is gone; it takes the workers along
@@ -59,7 +61,9 @@ class Lookout:
             os._exit(Exit.FAILED)
 
     def close(self) -> None:
+        """Wait for the thread: one that is in a call of the store aborts the process as it exits."""
         self.ended.set()
+        self.thread.join(CLOSE_SECONDS)
 
 
 def _main_frame() -> Any:

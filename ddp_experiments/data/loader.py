@@ -6,6 +6,7 @@ Shape suffixes: B = samples of a microbatch.
 """
 
 import functools
+import multiprocessing
 import os
 import random
 import signal
@@ -234,7 +235,7 @@ def _random_state() -> tuple[Any, ...]:
 
 def _stay(rank_process: int, worker: int) -> None:
     """Signals reach the loader's processes, too, but it is the rank that ends them; they never outlive it."""
-    if os.getppid() == rank_process:  # under forkserver it isn't
+    if multiprocessing.get_start_method() != "forkserver":  # whose processes have another parent
         die_with_parent(rank_process)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
