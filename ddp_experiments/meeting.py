@@ -115,6 +115,7 @@ class Meeting:
             PeerFailed: it takes too long.
         """
         end, pause = time.monotonic() + self.timeout.total_seconds(), 0.001
+        longest = 0.02 * max(1, self.environment.world_size / 64)  # seconds: many ranks ask one store
         while not is_true():
             if time.monotonic() > end:
                 who = f"rank {', '.join(map(str, missing()))} of {self.environment.world_size}"
@@ -123,7 +124,7 @@ class Meeting:
                     "them, or raise mode.init_timeout_seconds"
                 )
             time.sleep(pause)
-            pause = min(2 * pause, 0.1)
+            pause = min(2 * pause, longest)
 
     # ---- agreeing
 

@@ -156,7 +156,7 @@ def _forwarded_signals(folder: str) -> Iterator[None]:
 
     before = {number: signal.getsignal(number) for number in (*FORWARDED, signal.SIGQUIT)}
     for number in FORWARDED:
-        if before[number] != signal.SIG_IGN:  # by nohup
+        if number != signal.SIGHUP or before[number] != signal.SIG_IGN:  # nohup ignores it
             signal.signal(number, on_signal)
     try:
         yield

@@ -14,7 +14,7 @@ import pytest
 from ddp_experiments import config
 from tests.ranks import ROOT, Pool, Result
 
-PAGES = ("modes", "runs", *(pytest.param(page, marks=pytest.mark.slow) for page in ("start", "sweeps")))
+PAGES = ("runs", *(pytest.param(page, marks=pytest.mark.slow) for page in ("start", "modes", "sweeps")))
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -281,6 +281,7 @@ def test_a_sweep_that_is_killed_goes_on_where_it_was(
     assert "1 rank(s) on cpu" not in once_more.text
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_sweep_with_130_and_the_table(
     background: Background, wait_for: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -342,6 +343,7 @@ def test_a_job_that_fails_on_one_rank_ends_on_all_and_the_next_is_clean(
     compare.assert_bitwise_equal(job, alone)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_launcher_sweep_in_step_although_one_is_slow(train: Train, tmp_path: Path) -> None:
     words = (*MLP, "mode=multigpu", "data._target_=tests.probes.sound")
     result = train(

@@ -109,6 +109,7 @@ def test_a_rank_that_fails_is_told_once_with_the_line_to_go_on(train: Train) -> 
     assert json.loads((result.folder / "status.json").read_text())["state"] == "failed"
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_with_its_signal(train: Train) -> None:
     result = train(*FAULTY, env={"TEST_FAULT": "SIGKILL@8:1"})
     assert result.exit_codes == [1]
@@ -244,7 +245,7 @@ def test_a_second_sigterm_does_not_hinder_the_save(
     assert json.loads((folder / "status.json").read_text())["state"] == "preempted"
 
 
-def test_signals_that_are_ignored_stay_ignored(tmp_path: Path) -> None:
+def test_a_hangup_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         with workers_room._forwarded_signals(str(tmp_path)):
