@@ -107,8 +107,9 @@ def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
     return losses
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("rendezvous", [pytest.param(static, marks=pytest.mark.slow), c10d])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("rendezvous", [static, c10d])
 def test_two_machines_are_one_run_with_the_losses_of_one_process(
     pair: Callable[..., Pair],
     alone: Callable[..., list[float]],

@@ -396,7 +396,7 @@ def test_a_sweep_over_machines_is_started_again_with_other_jobs(
         assert len(list(tmp_path.glob("outputs/*/s/*/config.yaml"))) == runs
 
 
-@pytest.mark.parametrize("node_rank", [0, 1])
+@pytest.mark.parametrize("node_rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_missing_machine_is_told_in_time(node_rank: int, train: Train, tmp_path: Path) -> None:
     result = train(*MLP, *share(free_port(), node_rank), "mode.init_timeout_seconds=1")
     assert result.exit_codes == [1]
