@@ -1,6 +1,7 @@
 """Fixtures: the pool of living ranks, and train.py as a process of its own."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,12 @@ import pytest
 from tests.ranks import LAUNCHER, ROOT, Pool, Result
 
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def heed_signals() -> None:
+    """Undo what nohup, or a shell that starts the tests in the background, has set for all they start."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
@@ -66,6 +73,7 @@ def background(tmp_path: Path) -> Callable[..., AbstractContextManager[subproces
                 stdout=console,
                 stderr=console,
                 text=True,
+                preexec_fn=heed_signals,
             )
             try:
                 yield process

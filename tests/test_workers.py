@@ -18,6 +18,7 @@ import pytest
 
 from ddp_experiments import workers as workers_room
 from tests import compare
+from tests.conftest import heed_signals
 from tests.ranks import LAUNCHER, ROOT, Result
 
 MLP = ("experiment=digits_mlp", "train.max_epochs=null", "train.max_steps=8", "log.every_steps=1")
@@ -276,6 +277,7 @@ def test_ctrl_c_in_a_terminal(presses: int, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER} | {"PYTHONPATH": str(ROOT)}
     pid, terminal = pty.fork()
     if pid == 0:
+        heed_signals()
         os.chdir(tmp_path)
         os.execve(
             sys.executable,
