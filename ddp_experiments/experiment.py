@@ -34,7 +34,7 @@ def run(
     set_threads(config.mode, environment)
     what = build(config, environment)  # what is refused here leaves no folder and no group
     odd = agreement.compare(config, origin, what, meeting)
-    horizon = targets.takes(config.scheduler, "scheduler", "total_steps")
+    horizon = targets.has_horizon(config.scheduler)
     with (
         identity.claim(config, origin, meeting, rank=environment.rank, horizon=horizon) as claimed,
         log_lines(claimed, environment.rank),

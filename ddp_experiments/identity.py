@@ -111,11 +111,11 @@ def new_folder(parent: Path, name: str = "") -> Path:
                 continue
             return folder
     except OSError as error:
-        raise _unwritable(parent, error) from None
+        raise unwritable(parent, error) from None
     raise Refused(f"no free name below {parent}; give run_id=NAME")
 
 
-def _unwritable(path: Path, error: OSError) -> Refused:
+def unwritable(path: Path, error: OSError) -> Refused:
     return Refused(f"can't write to {path}: {error.strerror}; start where outputs/ can be written")
 
 
@@ -230,7 +230,7 @@ def claim(config: Config, origin: Origin, agreement: Agreement, *, rank: int, ho
         except BaseException as error:
             holder.release()
             if isinstance(error, OSError):
-                raise _unwritable(folder, error) from None
+                raise unwritable(folder, error) from None
             raise
         lock.append(holder)
         return {"folder": str(folder.resolve()), "continued": continued}
@@ -321,7 +321,7 @@ def _choose(config: Config, agreement: Agreement, origin: Origin) -> tuple[Path,
         folder.mkdir(parents=True, exist_ok=True)
         others = [p.name for p in folder.iterdir() if p.name != "lock" and not p.name.startswith(".")]
     except OSError as error:
-        raise _unwritable(folder, error) from None
+        raise unwritable(folder, error) from None
     if others and "config.yaml" not in others:
         raise Refused(f"{folder} exists and is no run (no config.yaml); give another run_id=NAME")
     return folder, bool(others)
@@ -332,10 +332,11 @@ def _choose(config: Config, agreement: Agreement, origin: Origin) -> tuple[Path,
 
 def write_json(path: Path, value: object) -> None:
     """Replace a file by JSON, whole or not at all."""
-    _replace(path, json.dumps(value, indent=1) + "\n")
+    replace_file(path, json.dumps(value, indent=1) + "\n")
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
+    """Replace a file by a text, whole or not at all."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.write_text(text)
@@ -351,7 +352,7 @@ def _write_config(folder: Path, saved: Mapping[str, Any], *, keep: bool) -> None
         number = 1 + sum(1 for _ in folder.glob("config.[0-9]*.yaml"))
         (folder / f"config.{number}.yaml").write_bytes(path.read_bytes())
     head = f"# the same again: python train.py --from-run {shlex.quote(str(folder))}\n"
-    _replace(path, head + OmegaConf.to_yaml(dict(saved)))  # quotes texts that it would read as numbers
+    replace_file(path, head + OmegaConf.to_yaml(dict(saved)))  # quotes texts that it would read as numbers
 
 
 def record_start(run: Run, origin: Origin, world: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ddp_experiments.config import OPEN_GROUPS, Config, Mode, ModeName
 from ddp_experiments.environment import Environment, read, say_once
 from ddp_experiments.errors import Exit, PeerFailed, Refused, Stopped, WorkersFailed
 from ddp_experiments.identity import Origin
-from ddp_experiments.targets import takes
+from ddp_experiments.targets import has_horizon
 
 if TYPE_CHECKING:
     from ddp_experiments.meeting import Meeting
@@ -179,7 +179,9 @@ def run(config: Config, settings: Mapping[str, Any]) -> float | None:
         The best value of checkpoint.metric, for sweepers.
     """
     environment = read()
-    origin = Origin(settings, overrides(), shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]))
+    origin = Origin(
+        settings, overrides(HydraConfig.get()), shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]])
+    )
     if (job := sweep.hydras_job()) is not None:
         return run_job(*job, config, origin)
     try:
@@ -196,14 +198,9 @@ def run(config: Config, settings: Mapping[str, Any]) -> float | None:
         sys.exit(error.exit_code)
 
 
-def has_horizon(config: Config) -> bool:
-    """Tell whether the learning rate follows from the length of the run."""
-    return takes(config.scheduler, "scheduler", "total_steps")
-
-
-def overrides() -> list[str]:
-    """The settings as they were typed."""
-    found = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)  # no environment values
+def overrides(hydra: Any) -> list[str]:
+    """The settings as they were typed, from Hydra's own node."""
+    found = OmegaConf.to_container(hydra.overrides.task, resolve=False)  # they may hold ${...}
     assert isinstance(found, list)
     return [str(o) for o in found]
 
@@ -265,7 +262,11 @@ def run_job(folder: Path, number: int, config: Config, origin: Origin) -> float 
     meeting = Meeting(environment, config.mode)
 
     def begin() -> dict[str, Any]:
-        overrides, horizon, writes = origin.overrides, has_horizon(config), not config.mode.node_rank
+        overrides, horizon, writes = (
+            origin.overrides,
+            has_horizon(config.scheduler),
+            not config.mode.node_rank,
+        )
         jobs.append(sweep.job_of(folder, number, overrides, config, origin.settings, horizon, writes=writes))
         return jobs[0].begin()
 

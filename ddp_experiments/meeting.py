@@ -11,7 +11,7 @@ import socket
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -351,6 +351,11 @@ def _as_told(error: BaseException) -> dict[str, Any]:
     if isinstance(error, KeyboardInterrupt):
         return told | {"kind": "stopped", "code": int(Exit.INTERRUPTED)}
     return told
+
+
+def in_words(cause: Mapping[str, Any]) -> str:
+    """Who failed first, and why."""
+    return f"rank {cause['rank']} on {cause['host']}: {cause['text']}"
 
 
 def _is_of_a_collective(error: BaseException) -> bool:

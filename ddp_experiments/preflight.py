@@ -26,6 +26,7 @@ from ddp_experiments import check, environment, launch, sweep
 from ddp_experiments import config as schema
 from ddp_experiments.errors import Exit, Refused
 from ddp_experiments.identity import Origin, saved_form
+from ddp_experiments.targets import has_horizon
 
 
 class Preflight(Callback):
@@ -43,7 +44,7 @@ class Preflight(Callback):
         cls.passed, cls.folder = False, None
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        words = _task_overrides(config)
+        words = launch.overrides(config.hydra)
 
         def look() -> list[str]:
             found = list(check.orphans(words, config.hydra.runtime.choices))
@@ -59,7 +60,7 @@ class Preflight(Callback):
         def look() -> list[str]:
             parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
             made.append(
-                Checked(config, kwargs["config_name"], parser.parse_overrides(_task_overrides(config)))
+                Checked(config, kwargs["config_name"], parser.parse_overrides(launch.overrides(config.hydra)))
             )
             if found := made[0].faults():
                 return found
@@ -141,7 +142,7 @@ class Checked:
             self.config = config
             self.general += launch.sweep_faults(config, environment.read(), self.swept, self.sweeper)
         if self.knows_all:
-            key = sweep.key_of(saved_form(cfg), varied, launch.has_horizon(config))
+            key = sweep.key_of(saved_form(cfg), varied, has_horizon(config.scheduler))
             if key in self.known:
                 return [f"trains the same as job {self.known[key]}: leave one of them out"]
             self.known[key] = number
@@ -206,9 +207,3 @@ def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
     with open_dict(cfg):
         del cfg["hydra"]
     return cfg
-
-
-def _task_overrides(config: DictConfig) -> list[str]:
-    overrides = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)  # they may hold ${...}
-    assert isinstance(overrides, list)
-    return [str(o) for o in overrides]

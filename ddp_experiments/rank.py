@@ -14,7 +14,7 @@ from ddp_experiments.environment import Environment, read, say_once
 from ddp_experiments.errors import Exit, NonFiniteError, NoUsableCheckpoint, PeerFailed, Refused, Stopped
 from ddp_experiments.health import StopRequest, stop_signals
 from ddp_experiments.identity import Origin
-from ddp_experiments.meeting import Meeting
+from ddp_experiments.meeting import Meeting, in_words
 
 FIRST_SECONDS = 1.0  # by which the rank that failed first leaves before the others: launchers blame the first
 
@@ -104,7 +104,7 @@ def work_in_step(
             tell(error, environment, guilty=meeting.guilty(), is_final=False)
         cause = meeting.verdict(failure, request.exit_code)
     if cause is not None:
-        cause["text"] = f"rank {cause['rank']} on {cause['host']}: {cause['text']}"
+        cause["text"] = in_words(cause)
     return value, cause
 
 

@@ -26,7 +26,7 @@ from hydra.types import RunMode
 from ddp_experiments.config import HORIZON, Config, resume_rule
 from ddp_experiments.environment import Environment, launch_token
 from ddp_experiments.errors import Refused
-from ddp_experiments.identity import flat, new_folder, shown, write_json
+from ddp_experiments.identity import flat, new_folder, replace_file, shown, unwritable, write_json
 from ddp_experiments.lock import Lock
 
 NAME_BYTES = 120
@@ -164,9 +164,7 @@ def choose_folder(name: str, run_id: str | None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         others = [p.name for p in folder.iterdir() if p.name != "lock"]
     except OSError as error:
-        raise Refused(
-            f"can't write to {folder}: {error.strerror}; start where outputs/ can be written"
-        ) from None
+        raise unwritable(folder, error) from None
     if others and "jobs.json" not in others:
         raise Refused(f"{folder} exists and is no sweep (no jobs.json); give another run_id=NAME")
     return folder
@@ -366,9 +364,7 @@ def write_table(folder: Path, found: Sequence[Mapping[str, Any]]) -> None:
     writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows({**row, "overrides": " ".join(row["overrides"])} for row in found)
-    temporary = folder / ".sweep.csv.tmp"
-    temporary.write_text(text.getvalue())
-    temporary.replace(folder / "sweep.csv")
+    replace_file(folder / "sweep.csv", text.getvalue())
 
 
 def table(folder: Path, found: Sequence[Mapping[str, Any]]) -> str:

@@ -217,6 +217,11 @@ def takes(node: Mapping[str, Any], group: str, name: str) -> bool:
     return name in inspect.signature(of_kind(node["_target_"], group)).parameters
 
 
+def has_horizon(scheduler: Mapping[str, Any]) -> bool:
+    """Tell whether the learning rate follows from the length of the run."""
+    return takes(scheduler, "scheduler", "total_steps")
+
+
 def makes_dataset(node: Mapping[str, Any]) -> bool:
     """Tell whether the data's target makes one data set, not all parts at once."""
     from torch.utils.data import Dataset

@@ -24,6 +24,7 @@ from ddp_experiments.config import Config
 from ddp_experiments.environment import Environment, interface_variables, variables
 from ddp_experiments.errors import Exit, Stopped, WorkersFailed
 from ddp_experiments.identity import Origin
+from ddp_experiments.meeting import in_words
 from ddp_experiments.rendezvous import BACKEND, FINAL, Machines, offer
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -96,7 +97,7 @@ def _stopped(number: signal.Signals, machines: Machines) -> Stopped | WorkersFai
     """What a signal has led to: the workers have saved, unless they failed at it."""
     cause, folder = machines.word("cause"), machines.word("folder")
     if cause is not None and cause["kind"] != "stopped":
-        text = f"rank {cause['rank']} on {cause['host']}: {cause['text']}"
+        text = in_words(cause)
         return WorkersFailed(text, Exit.FAILED, told=True, traceback=cause["traceback"], folder=folder)
     if folder is not None and machines.word("end") is None:
         name = signal.Signals(number).name
@@ -118,7 +119,7 @@ def _why(failures: dict[int, ProcessFailure], machines: Machines) -> WorkersFail
         text = f"rank {rank} on {here} was ended by {signal.Signals(-failure.exitcode).name}{often}"
         return WorkersFailed(text, Exit.FAILED, told=False, folder=folder)
     if cause is not None:
-        text = f"rank {cause['rank']} on {cause['host']}: {cause['text']}"
+        text = in_words(cause)
         code = FINAL.get(cause["kind"], Exit.FAILED)
         return WorkersFailed(text, code, told=True, traceback=cause["traceback"], folder=folder)
     rank, failure = _first(failures)

@@ -51,3 +51,8 @@ def points(folder: Path) -> list[dict[str, Any]]:
 
 def losses(folder: Path) -> list[float]:
     return [line["train/loss"] for line in points(folder) if "train/loss" in line]
+
+
+def trains(folder: Path) -> bool:
+    """Tell whether a run has logged a loss."""
+    return (folder / "metrics.jsonl").exists() and bool(losses(folder))

@@ -14,6 +14,7 @@ import pytest
 from ddp_experiments.identity import load_config
 from tests import compare
 from tests.ranks import LAUNCHER, ROOT, Result, launcher_variables
+from tests.torchruns import free_port
 
 SHORT = ("train.max_epochs=null", "train.max_steps=2", "log.every_steps=1", "mode.threads=1")
 PRESETS = sorted(p.stem for p in (ROOT / "conf/experiment").glob("*.yaml"))
@@ -168,14 +169,6 @@ def test_the_program_says_nothing_on_stderr_but_its_own_lines(
         if not line.startswith(("run ", "step ", "best ", "see ", "2 rank"))
     ]
     assert [line for line in noise if "OMP_NUM_THREADS" not in line and line.strip("*")] == []
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def test_a_failed_run_ends_with_one_sentence_and_exit_code_1(train: Callable[..., Result]) -> None:

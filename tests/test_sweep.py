@@ -388,7 +388,7 @@ def test_a_signal_ends_a_sweep_by_torchrun_on_all_ranks(
     with (tmp_path / ".console").open("w") as console:
         process = subprocess.Popen([*command, *words], cwd=tmp_path, env=env, stderr=console)
         job = tmp_path / "outputs/digits_mlp/s/00_seed=1"
-        wait_for(lambda: (job / "metrics.jsonl").exists() and compare.losses(job))
+        wait_for(lambda: compare.trains(job))
         process.terminate()
         assert process.wait(timeout=25) == 1
     assert statuses(the_sweep(tmp_path)) == {

@@ -20,6 +20,7 @@ from ddp_experiments import workers as workers_room
 from tests import compare
 from tests.conftest import heed_signals
 from tests.ranks import LAUNCHER, ROOT, Result
+from tests.torchruns import free_port
 
 MLP = ("experiment=digits_mlp", "train.max_epochs=null", "train.max_steps=8", "log.every_steps=1")
 TWO = ("mode=multigpu", "mode.nproc_per_node=2")
@@ -223,7 +224,7 @@ def test_a_signal_saves_and_ends_all_with_its_exit_code(
 ) -> None:
     with background(*LONG, "train.num_workers=1", "run_id=x") as process:
         folder = tmp_path / "outputs/digits_mlp/x"
-        wait_for(lambda: (folder / "metrics.jsonl").exists() and compare.losses(folder))
+        wait_for(lambda: compare.trains(folder))
         process.send_signal(number)
         assert process.wait(timeout=30) == code
     status = json.loads((folder / "status.json").read_text())
@@ -238,7 +239,7 @@ def test_a_second_sigterm_does_not_hinder_the_save(
 ) -> None:
     with background(*LONG, "run_id=x") as process:
         folder = tmp_path / "outputs/digits_mlp/x"
-        wait_for(lambda: (folder / "metrics.jsonl").exists() and compare.losses(folder))
+        wait_for(lambda: compare.trains(folder))
         for _ in range(2):
             process.send_signal(signal.SIGTERM)
             time.sleep(0.05)
@@ -332,18 +333,12 @@ def test_on_one_machine_no_socket_listens_beyond_loopback(
 ) -> None:
     with background(*LONG, "run_id=x") as process:
         folder = tmp_path / "outputs/digits_mlp/x"
-        wait_for(lambda: (folder / "metrics.jsonl").exists() and compare.losses(folder))
+        wait_for(lambda: compare.trains(folder))
         found = listening([process.pid, *workers(tmp_path)])
     assert found and found <= {"0100007F", "0000000000000000FFFF00000100007F", "0" * 24 + "01000000"}, found
 
 
 # ---- several machines
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def share(port: int, node_rank: int) -> list[str]:
@@ -377,7 +372,7 @@ def test_machines_end_together_and_know_why(
         background(*alone, *share(port, 1), "run_id=x") as other,
         background(*alone, *share(port, 0), "run_id=x") as first,
     ):
-        wait_for(lambda: (folder / "metrics.jsonl").exists() and compare.losses(folder))
+        wait_for(lambda: compare.trains(folder))
         first.send_signal(signal.SIGTERM)
         assert (first.wait(timeout=40), other.wait(timeout=40)) == (143, 143)
     assert json.loads((folder / "status.json").read_text())["state"] == "preempted"
